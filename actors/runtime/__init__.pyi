@@ -5,6 +5,13 @@ from windlass.actors.runtime.factory import LocalOptions as LocalOptions
 from windlass.actors.runtime.local_box import LocalBox as LocalBox
 from windlass.actors.runtime.local_runner import ConnectBoxes as ConnectBoxes
 from windlass.actors.runtime.local_runner import require_own_generators as require_own_generators
+from windlass.actors.runtime.outbox import Outbox as Outbox
+from windlass.actors.runtime.ray_box import RayBox as RayBox
+from windlass.actors.runtime.ray_box import clean_up as clean_up
+from windlass.actors.runtime.ray_runner import Runner as Runner
+from windlass.actors.runtime.ray_runner import RunnerActor as RunnerActor
+from windlass.actors.runtime.ray_runner import launch_runner as launch_runner
+from windlass.actors.runtime.sockets import MessageServer as MessageServer
 from windlass.actors.runtime.start_up import START_DEADLINE_S as START_DEADLINE_S
 from windlass.actors.runtime.start_up import CallActors as CallActors
 from windlass.actors.runtime.start_up import start_actors as start_actors

@@ -6,15 +6,16 @@ Ray reads its environment when it is imported, so a process imports this module 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from benchmarks.dispatch.message_counts import CountedClient
-from windlass.actors.job import SCHEDULER, JobContext
+from windlass.actors.job import SCHEDULER
+from windlass.actors.runtime import ray_box
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.actors.runtime.outbox import Outbox
-from windlass.actors.runtime.ray_runner import ActorShell, Runner
+from windlass.actors.runtime.ray_box import ActorShell
+from windlass.actors.runtime.ray_runner import Runner
 from windlass.actors.timeline import span_files
 from windlass.storage.ids import ActorName
 
@@ -44,14 +45,11 @@ class ObservedRunner(Runner):
             clients.append(CountedClient(addresses))
             return clients[-1]
 
-        setattr(deploy, "MessageClient", make_client)  # noqa: B010
+        setattr(ray_box, "MessageClient", make_client)  # noqa: B010
+        ray_box._RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ObservedShell)
         super()._attempt()
         for client in clients:
             client.save(Path(self.spec.job_dir), SCHEDULER)
-
-    def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
-        deploy._RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ObservedShell)
-        return super()._make_workers(context, group, has_gpus=has_gpus)
 
 
 def observe_runners() -> None:

@@ -1,15 +1,14 @@
 """A job's throttled processes on Ray; see `throttle.py`. Import it only after Ray's environment is set."""
 
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from benchmarks.scheduler.throttle import Throttle
-from windlass.actors.job import JobContext
+from windlass.actors.runtime import ray_box
 from windlass.actors.runtime import ray_runner as deploy
-from windlass.actors.runtime.ray_runner import ActorShell, Runner
-from windlass.storage.ids import ActorName
+from windlass.actors.runtime.ray_box import ActorShell
+from windlass.actors.runtime.ray_runner import Runner
 from windlass.storage.store import CommitRecord
 
 
@@ -25,9 +24,9 @@ class ThrottledShell(ActorShell):
 class ThrottledRunner(Runner):
     """A runner with throttled workers."""
 
-    def _make_workers(self, context: JobContext, group: Any, *, has_gpus: bool) -> dict[ActorName, str]:
-        deploy._RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ThrottledShell)
-        return super()._make_workers(context, group, has_gpus=has_gpus)
+    def _attempt(self) -> None:
+        ray_box._RemoteShell = ray.remote(concurrency_groups={"lifetime": 1})(ThrottledShell)
+        super()._attempt()
 
 
 def throttle_runners() -> None:

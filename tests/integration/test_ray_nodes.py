@@ -31,6 +31,7 @@ from types import SimpleNamespace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 ray.init = functools.partial(ray.init, _node_ip_address=sys.argv[2])
+from windlass.actors.runtime import ray_box
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.service.machine.ray_node import RayNode
 
@@ -39,8 +40,8 @@ class Where:
         self.path, self.is_first = Path(spec.path), spec.attempt == 1
     def start(self):
         here = lambda: ray.get_runtime_context().get_node_id()
-        has_gpus = deploy.num_gpus_here() > 0
-        self.group = deploy.devices_here(1, has_gpus=has_gpus)  # held: the next runner finds none free on this node
+        has_gpus = ray_box.num_gpus_here() > 0
+        self.group = ray_box.devices_here(1, has_gpus=has_gpus)  # held: the next runner finds none free on this node
         device = None
         if self.group.wait(120 if self.is_first else 5):
             there = PlacementGroupSchedulingStrategy(placement_group=self.group)

@@ -20,7 +20,7 @@ from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
 from ray.util.placement_group import remove_placement_group
-from windlass.actors.runtime import ray_runner as deploy
+from windlass.actors.runtime import ray_box
 
 class StandIn:
     def __init__(self, name, context, num_threads, niceness, *, uses_gpu):
@@ -29,22 +29,23 @@ class StandIn:
         given = ray.get_runtime_context().get_assigned_resources()
         return self.facts | {"given": given, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
-deploy._RemoteShell = ray.remote(StandIn)
+ray_box._RemoteShell = ray.remote(StandIn)
 spec = SimpleNamespace(
     box=0, num_ranks=2, num_cpu_optimizers=1, ssd_dirs=("ssd",), compute_threads=3, optimizer_threads=5, deadline_s=60.0
 )
-has_gpus = deploy.num_gpus_here() > 0
-jobs, groups, runners = [], [], []
+has_gpus = ray_box.num_gpus_here() > 0
+context = SimpleNamespace(spec=spec)
+jobs, groups, boxes = [], [], []
 for _ in range(2):
-    group = deploy.devices_here(spec.num_ranks, has_gpus=has_gpus)
+    group = ray_box.devices_here(spec.num_ranks, has_gpus=has_gpus)
     assert group.wait(60)
-    runner = deploy.Runner(spec)
-    jobs.append(runner._make_workers(None, group, has_gpus=has_gpus))
+    box = ray_box.RayBox(context, 0, lambda: None)
+    jobs.append(box._make_workers(group, has_gpus=has_gpus))
     groups.append(group)
-    runners.append(runner)
-third = deploy.devices_here(spec.num_ranks, has_gpus=has_gpus)
+    boxes.append(box)
+third = ray_box.devices_here(spec.num_ranks, has_gpus=has_gpus)
 was_free = third.wait(3)
-runners[0]._kill_workers()
+boxes[0]._kill_workers()
 remove_placement_group(groups[0])
 print(json.dumps({"jobs": jobs, "third": [was_free, third.wait(60)]}))
 """

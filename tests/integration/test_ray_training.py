@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.pretend_gpus import pretend_gpus, process_of, visible_gpus
 from tests.support.reference_loop import train_plainly
 from tests.support.training import exported_params, journal_of, leftovers_of, losses_of, make_spec, metrics_of
 from windlass.actors.job.spec import JobSpec
+from windlass.actors.runtime.boxes import LinkConfig
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
@@ -43,6 +44,7 @@ from pathlib import Path
 from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
+from windlass.actors.runtime.boxes import start_box_runner
 from windlass.actors.runtime.ray_runner import cancel_runner, find_runner, start_runner
 
 answers = os.fdopen(os.dup(1), "w")
@@ -52,6 +54,8 @@ for line in sys.stdin:
     answer = None
     if verb == "start":
         start_runner(pickle.loads(Path(arguments[0]).read_bytes()))
+    elif verb == "start box":
+        start_box_runner(*pickle.loads(Path(arguments[0]).read_bytes()))
     elif verb == "find":
         answer = find_runner(*arguments) is not None
     elif verb == "cancel":
@@ -85,6 +89,12 @@ class Driver:
         path = Path(spec.job_dir, "spec")
         path.write_bytes(pickle.dumps(spec))
         self.ask("start", str(path))
+
+    def start_box(self, specs: Sequence[JobSpec], box: int, config: LinkConfig) -> None:
+        """Launches one box's part of a job."""
+        path = Path(specs[box].job_dir, f"spec-of-box-{box}")
+        path.write_bytes(pickle.dumps((specs, box, config)))
+        self.ask("start box", str(path))
 
     def cancel(self, spec: JobSpec) -> None:
         """Cancels a job. The runner has the request when this returns."""

@@ -17,8 +17,8 @@ def _compute_on_the_cpu(compute_device: ModuleType) -> None:
     compute_device.compute_device = lambda *, uses_gpu: torch.device("cpu")
 
 
-def _note_visible_gpus(deploy: ModuleType) -> None:
-    start = deploy.start_actor
+def _note_visible_gpus(ray_box: ModuleType) -> None:
+    start = ray_box.start_actor
 
     def note_and_start(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
@@ -30,12 +30,12 @@ def _note_visible_gpus(deploy: ModuleType) -> None:
             partial.replace(file)
         return start(name, context, *arguments, **options)
 
-    deploy.start_actor = note_and_start
+    ray_box.start_actor = note_and_start
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "windlass.engine.device.device_choice": _compute_on_the_cpu,
-    "windlass.actors.runtime.ray_runner": _note_visible_gpus,
+    "windlass.actors.runtime.ray_box": _note_visible_gpus,
 }
 
 

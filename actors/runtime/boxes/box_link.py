@@ -1,5 +1,6 @@
 """The link actor of a box: pulls bytes from other boxes into its arena, and passes on messages to their actors."""
 
+import contextlib
 import queue
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +32,11 @@ from windlass.storage.link import (
     KeyKind,
     Link,
     LinkClosed,
+    LinkError,
     LinkKey,
     LinkSettings,
     PeerLost,
+    listen,
 )
 from windlass.storage.memory import Arena
 
@@ -56,6 +59,29 @@ class LinkEnd:
     certificates: Certificates
     secret: bytes = field(repr=False)  # of the attempt
     settings: LinkSettings = field(default_factory=LinkSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """A LinkEnd that does not listen yet, as the runner of a box is given it."""
+
+    names: tuple[BoxName, ...]
+    address: tuple[str, int]  # host and port at which this box listens
+    addresses: Mapping[BoxName, tuple[str, int]]
+    certificates: Certificates
+    secret: bytes = field(repr=False)
+    settings: LinkSettings = field(default_factory=LinkSettings)
+
+    def listen(self) -> LinkEnd:
+        """Listens. Raises OSError if the address is not one of this box, or its port is in use."""
+        return LinkEnd(
+            names=self.names,
+            listener=listen(*self.address),
+            addresses=self.addresses,
+            certificates=self.certificates,
+            secret=self.secret,
+            settings=self.settings,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +173,26 @@ class BoxLink:
         """
         self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode([message])))
 
+    def post_all(self, messages: Sequence[Message]) -> None:
+        """Carries out messages of actors that wait for no answer. An error is sent to the scheduler."""
+        for message in messages:
+            try:
+                self.post(message)
+            except Exception as error:  # noqa: BLE001 - the sender does not wait
+                self._fail(error, message)
+
+    def deliver(self, to: ActorName, messages: Sequence[Message]) -> None:
+        """Sends messages to an actor of another box, for actors that wait for no answer.
+
+        Waits as `send` does. Messages to a lost box are dropped: the scheduler hears of its loss by itself.
+        """
+        for message in messages:
+            try:
+                with contextlib.suppress(LinkError, InterruptedError):
+                    self.send(to, message)
+            except ValueError as error:  # it is too large
+                self._fail(error, message)
+
     def request(self, box: int, request: object) -> None:
         """Sends a message that is for no actor to another box. Raises LinkError if it is lost."""
         self._link.send(self._names[box], request)
@@ -186,9 +232,9 @@ class BoxLink:
         self.requests.put((self._names.index(box), error))
         self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, about: Message | None = None) -> None:
         idle = Message(job=self._job, step=Step(0))
-        self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=idle))
+        self._send(SCHEDULER, ActorFailed.of(error, actor=self._name, about=about or idle))
 
 
 def _lost(to: ActorName, message: Message) -> None:

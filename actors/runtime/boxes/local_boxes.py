@@ -12,7 +12,7 @@ from windlass.actors.messages import Message
 from windlass.actors.runtime import ConnectBoxes, LocalBox, LocalOptions, require_own_generators, start_actors
 from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
 from windlass.actors.runtime.boxes.other_boxes import REQUESTS, OtherBoxes, serve_box
-from windlass.actors.scheduler import GOES_ON, Scheduler
+from windlass.actors.scheduler import GOES_ON, INTERRUPTED, Scheduler
 from windlass.engine.model import Partition, partition_folder
 from windlass.storage.ids import ActorName
 from windlass.storage.memory import Arena
@@ -61,7 +61,7 @@ def run_local_box(
         ending.callback(link.stop)
         boxes: list[LocalBox] = []
 
-        def make_box() -> LocalBox:
+        def make_box(check_end: Callable[[], None] | None = None) -> LocalBox:
             made = LocalBox(spec, partition.layout, options, on_message=on_message)
             ending.callback(made.close)
             arena = made.create_arena()
@@ -73,10 +73,11 @@ def run_local_box(
             return made
 
         if box:
-            is_over = serve_box(spec, link, make_box)
-            boxes[0].is_over = is_over
+            end_of_attempt = serve_box(spec, link, make_box)
+            for made in boxes:
+                made.is_over = end_of_attempt.is_over
             return None
-        others, is_over = OtherBoxes(link, end.names), False
+        others, is_over, in_order = OtherBoxes(link, end.names), False, False
         try:
             here = make_box()
             contexts = others.contexts(specs[1:], partition.layout)
@@ -87,6 +88,7 @@ def run_local_box(
             here.add_scheduler(scheduler)
             outcome = scheduler.run()
             here.is_over = is_over = outcome["status"] not in GOES_ON
+            in_order = outcome["status"] != INTERRUPTED
         finally:
-            others.end(is_over=is_over)
+            others.end(is_over=is_over, in_order=in_order)
     return outcome

@@ -7,6 +7,7 @@ processes there and carries out the calls. Calls and answers cross the boxes' li
 import contextlib
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,9 +66,10 @@ class BoxFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnded:
-    """The first box has ended the attempt. `is_over`: the job is, so its states are deleted."""
+    """The first box has ended the attempt."""
 
-    is_over: bool
+    is_over: bool  # the job is, so its states are deleted
+    in_order: bool  # False: processes may be dead or hang
 
 
 REQUESTS = (BoxPlanned, ActorsCalled, ActorsAnswered, BoxFailed, AttemptEnded)
@@ -84,6 +86,14 @@ class BoxFailedError(ValueError):
 
 class _FirstBoxLostError(ActorLostError):
     """The first box of the job is lost."""
+
+
+class _EndedAtStartError(Exception):
+    """The first box has ended the attempt while this one carries out its plan or a call."""
+
+    def __init__(self, end: AttemptEnded) -> None:
+        super().__init__(end)
+        self.end = end
 
 
 class OtherBoxes:
@@ -150,14 +160,14 @@ class OtherBoxes:
             box, request = self._link.requests.get()
             self._require_no_failure(box, request)
 
-    def end(self, *, is_over: bool) -> None:
-        """Tells all other boxes that the attempt has ended.
+    def end(self, *, is_over: bool, in_order: bool) -> None:
+        """Tells all other boxes that the attempt has ended; see AttemptEnded.
 
         One that is lost ends by itself, after the time in which its link waits for the others. Its states stay.
         """
         for box in range(1, len(self._names)):
             with contextlib.suppress(ConnectionError):
-                self._link.request(box, AttemptEnded(is_over=is_over))
+                self._link.request(box, AttemptEnded(is_over=is_over, in_order=in_order))
 
     def _await(self, boxes: set[int], kind: type, deadline_s: float, what: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -204,35 +214,78 @@ class Box(Protocol):
         """Raises ActorLostError if a process has died."""
 
 
-def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[], Box]) -> bool:
-    """Plans a box's part, and carries out the calls of the first box. Returns whether the job is over at the end.
+def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[Callable[[], None]], Box]) -> AttemptEnded:
+    """Plans a box's part, and carries out the calls of the first box, until that ends the attempt.
 
-    Errors of the box end the attempt: they are told to the first box, and raised here.
+    `make_box` gets a function to call during its waits, also those of the box's calls. The function raises an error if
+    the first box has ended the attempt. Other errors of the box end the attempt: they are told to the first box, and
+    raised here.
 
     Raises:
         ActorLostError: a process of this box has died, or another box is lost.
     """
+    first_box = _FirstBox(link)
     try:
-        box = make_box()
+        box = make_box(first_box.check_end)
         arena_nbytes = box.context.plan.arena_nbytes
         _tell(link, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
-        while not isinstance(request := _next(link, box.check), AttemptEnded):
+        while not isinstance(request := first_box.next_request(box.check), AttemptEnded):
             if not isinstance(request, ActorsCalled):
                 raise ValueError(f"the first box sent {request}")
             _tell(link, _carried_out(box, spec.box, request))
-        return request.is_over
+        return request
+    except _EndedAtStartError as ended:
+        return ended.end
     except BaseException as error:
         _tell(link, _failure_of(error, spec.attempt))
         if not isinstance(error, _FirstBoxLostError | KeyboardInterrupt):
-            _await_end(link)
+            _await_end(first_box)
         raise
 
 
-def _await_end(link: BoxLink) -> None:
+class _FirstBox:
+    """The requests of the first box, as the runner of another one gets them. One thread."""
+
+    def __init__(self, link: BoxLink) -> None:
+        self._requests = link.requests
+        self._early: deque[Any] = deque()  # that came during a call
+
+    def next_request(self, check: Callable[[], None]) -> Any:
+        """Waits for a request. Raises ActorLostError if a box is lost, and the errors of `check`."""
+        while True:
+            if self._early:
+                return self._early.popleft()
+            try:
+                sender, request = self._requests.get(timeout=_TICK_S)
+            except queue.Empty:
+                check()
+                continue
+            return _accepted(sender, request)
+
+    def check_end(self) -> None:
+        """Raises _EndedAtStartError if the first box has ended the attempt, and ActorLostError if a box is lost."""
+        while not self._requests.empty():
+            request = _accepted(*self._requests.get())
+            if isinstance(request, AttemptEnded):
+                raise _EndedAtStartError(request)
+            self._early.append(request)
+
+
+def _accepted(sender: int, request: Any) -> Any:
+    """Returns a request of the first box. Raises ActorLostError if it is the loss of a box."""
+    if isinstance(request, ConnectionError):
+        lost = ActorLostError if sender else _FirstBoxLostError
+        raise lost(str(request)) from request
+    if sender:
+        raise ValueError(f"box {sender} sent {request}, and only the first box may")
+    return request
+
+
+def _await_end(first_box: _FirstBox) -> None:
     """Waits until the first box has ended the attempt, or is lost. It may start later than this box has failed."""
     while True:
         try:
-            if isinstance(_next(link, lambda: None), AttemptEnded):
+            if isinstance(first_box.next_request(lambda: None), AttemptEnded):
                 return
         except _FirstBoxLostError:
             return
@@ -240,24 +293,8 @@ def _await_end(link: BoxLink) -> None:
             continue  # the first box has one reason already
 
 
-def _next(link: BoxLink, check: Callable[[], None]) -> Any:
-    """Waits for a request of the first box. Raises ActorLostError if a box is lost, and the errors of `check`."""
-    while True:
-        try:
-            sender, request = link.requests.get(timeout=_TICK_S)
-        except queue.Empty:
-            check()
-            continue
-        if isinstance(request, ConnectionError):
-            lost = ActorLostError if sender else _FirstBoxLostError
-            raise lost(str(request)) from request
-        if sender:
-            raise ValueError(f"box {sender} sent {request}, and only the first box may")
-        return request
-
-
 def _tell(link: BoxLink, request: object) -> None:
-    """Sends a request to the first box. If that is lost, or has ended the attempt, `_next` will say so."""
+    """Sends a request to the first box. If that is lost, or has ended the attempt, the next request says so."""
     with contextlib.suppress(ConnectionError):
         link.request(0, request)
 

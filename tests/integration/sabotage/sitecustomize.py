@@ -15,17 +15,13 @@ from typing import Any
 FAULT_FILE = "fault.json"  # in the job's folder; `test_ray_hangs.py` writes it
 
 
-def _change_actors(deploy: ModuleType) -> None:
-    """Makes each process of a job write its pid to a file. The runner sends the signal at the message of the fault."""
-    begin, start, post = deploy.begin_attempt, deploy.start_actor, deploy.Runner._post
+def _change_runner(deploy: ModuleType) -> None:
+    """Makes a job's runner write its pid to a file, and send the signal at the message of the fault."""
+    begin, post = deploy.begin_attempt, deploy.Runner._post
 
     def runner_begins(job_dir: Path, attempt: int) -> int:
         _leave_pid(job_dir, "runner")
         return int(begin(job_dir, attempt))
-
-    def worker_starts(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
-        _leave_pid(Path(context.spec.job_dir), name)
-        return start(name, context, *arguments, **options)
 
     def runner_gets(self: Any, messages: Sequence[Any]) -> None:
         file = Path(self.spec.job_dir, FAULT_FILE)
@@ -37,9 +33,19 @@ def _change_actors(deploy: ModuleType) -> None:
         post(self, messages)
 
     deploy.begin_attempt = runner_begins
-    # A module function is patched, because Ray has already copied the methods of the actor's class.
-    deploy.start_actor = worker_starts
     deploy.Runner._post = runner_gets
+
+
+def _change_workers(ray_box: ModuleType) -> None:
+    """Makes each worker of a job write its pid to a file."""
+    start = ray_box.start_actor
+
+    def worker_starts(name: str, context: Any, *arguments: Any, **options: Any) -> Any:
+        _leave_pid(Path(context.spec.job_dir), name)
+        return start(name, context, *arguments, **options)
+
+    # A module function is patched, because Ray has already copied the methods of the actor's class.
+    ray_box.start_actor = worker_starts
 
 
 def _leave_pid(job_dir: Path, name: str) -> None:
@@ -65,7 +71,8 @@ def _shorten_silence(dispatcher: ModuleType) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "windlass.actors.runtime.ray_runner": _change_actors,
+    "windlass.actors.runtime.ray_runner": _change_runner,
+    "windlass.actors.runtime.ray_box": _change_workers,
     "windlass.service.jobs.spec_builder": _shorten_deadlines,
     "windlass.service.dispatcher.dispatcher": _shorten_silence,
 }

@@ -11,7 +11,7 @@ import ray.util.serialization_addons as addons
 class Context:
     def _register_cloudpickle_serializer(self, *args, **kwargs): pass
 addons.apply(Context())
-for module in ("gpu_worker.worker", "optimizer.worker", "ssd.server", "runtime.ray_runner"):
+for module in ("gpu_worker.worker", "optimizer.worker", "ssd.server", "runtime.ray_box"):
     importlib.import_module(f"windlass.actors.{module}")
 import transformers.modeling_utils
 loaded = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}

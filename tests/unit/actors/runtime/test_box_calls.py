@@ -1,5 +1,6 @@
 """The calls of a job's first box to another one, over a real link, with boxes that only answer."""
 
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,18 @@ import pytest
 
 from tests.support.actors.specs import make_spec
 from tests.unit.actors.parity.test_linked_stages import ends
-from windlass.actors.job import JobSpec, gpu_worker_name, ssd_name
-from windlass.actors.messages import ActorFailed, Crossing, Message, OfferSpan, Phase, PullSpan, SpanPulled
+from windlass.actors.job import SCHEDULER, JobSpec, gpu_worker_name, link_name, ssd_name
+from windlass.actors.messages import ActorFailed, Crossing, Message, OfferSpan, Phase, PullSpan, SpanPulled, UserMessage
 from windlass.actors.runtime.boxes import other_boxes
 from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
-from windlass.actors.runtime.boxes.other_boxes import REQUESTS, BoxFailedError, OtherBoxes, serve_box
+from windlass.actors.runtime.boxes.other_boxes import (
+    REQUESTS,
+    ActorsCalled,
+    AttemptEnded,
+    BoxFailedError,
+    OtherBoxes,
+    serve_box,
+)
 from windlass.actors.scheduler import ActorLostError
 from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import ActorName, BlockIndex, Span, Step
@@ -59,9 +67,17 @@ class AnsweringBox:
 class Served:
     """A box in a thread, and what became of it."""
 
-    def __init__(self, spec: JobSpec, end: LinkEnd, make_box: Callable[[], AnsweringBox]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        end: LinkEnd,
+        make_box: Callable[[], AnsweringBox],
+        check_ends: list[Callable[[], None]] | None = None,
+    ) -> None:
+        """`check_ends` gets what the box is to call during its waits."""
+        self._check_ends = [] if check_ends is None else check_ends
         self.box: AnsweringBox | None = None
-        self.is_over: bool | None = None
+        self.end: AttemptEnded | None = None
         self.error: Exception | None = None
         self._make_box = make_box
         self._link = BoxLink(spec, end, REQUESTS)
@@ -70,13 +86,14 @@ class Served:
 
     def _run(self, spec: JobSpec) -> None:
         try:
-            self.is_over = serve_box(spec, self._link, self._make)
+            self.end = serve_box(spec, self._link, self._make)
         except Exception as error:  # noqa: BLE001 - a test looks at it
             self.error = error
         finally:
             self._link.stop()
 
-    def _make(self) -> Any:
+    def _make(self, check_end: Callable[[], None]) -> Any:
+        self._check_ends.append(check_end)
         self.box = self._make_box()
         return self.box
 
@@ -126,9 +143,9 @@ def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> 
             (ssd_name(0), "read_journal here"),
         ]
         assert others.call(call_here, [GPU], "start", None, deadline_s=77.0) == {GPU: None}
-        others.end(is_over=True)
+        others.end(is_over=True, in_order=True)
         served.join()
-        assert served.is_over is True
+        assert served.end == AttemptEnded(is_over=True, in_order=True)
         assert served.box is not None
         assert served.box.calls[-1] == ((GPU,), "start", (None,), 77.0)
 
@@ -138,7 +155,7 @@ def test_a_box_that_fails_at_its_start_is_named_with_its_reason(tmp_path: Path, 
     with two_boxes(tmp_path, lambda: AnsweringBox(method)) as (others, served):
         with pytest.raises(BoxFailedError, match=f"box 'east': no {method} here"):
             start(others, specs_of())
-        others.end(is_over=False)
+        others.end(is_over=False, in_order=False)
         served.join()
         assert isinstance(served.error, ValueError)
 
@@ -152,7 +169,7 @@ def test_a_box_that_fails_before_the_first_one_is_there_waits_for_it(tmp_path: P
     others = OtherBoxes(link, here.names)
     with pytest.raises(BoxFailedError, match="box 'east': no plan here"):
         start(others, specs)
-    others.end(is_over=False)
+    others.end(is_over=False, in_order=False)
     served.join()
     link.stop()
 
@@ -162,7 +179,7 @@ def test_an_error_that_another_attempt_may_not_have_is_a_loss(tmp_path: Path) ->
     with two_boxes(tmp_path, lambda: AnsweringBox("start", error)) as (others, _):
         with pytest.raises(ActorLostError, match="box 'east': a disk hangs"):
             start(others, specs_of())
-        others.end(is_over=False)
+        others.end(is_over=False, in_order=False)
 
 
 def test_a_box_whose_process_dies_in_training_is_told_by_the_next_check(tmp_path: Path) -> None:
@@ -174,7 +191,7 @@ def test_a_box_whose_process_dies_in_training_is_told_by_the_next_check(tmp_path
         with pytest.raises(ActorLostError, match="box 'east': the process of b1/gpu-0 died"):  # noqa: PT012
             while True:
                 others.check()
-        others.end(is_over=False)
+        others.end(is_over=False, in_order=False)
 
 
 def test_the_end_of_the_attempt_is_taken_after_a_call_that_came_too_late(tmp_path: Path) -> None:
@@ -194,10 +211,70 @@ def test_the_end_of_the_attempt_is_taken_after_a_call_that_came_too_late(tmp_pat
         others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="this box fails itself"):
             others.call(fail_here, [ssd_name(0), SSD], "start", None)
-        others.end(is_over=False)
+        others.end(is_over=False, in_order=False)
         goes_on.set()
         served.join()
-        assert (served.is_over, served.error) == (False, None)
+        assert (served.end, served.error) == (AttemptEnded(is_over=False, in_order=False), None)
+
+
+@pytest.mark.parametrize("during", ["plan", "start"])
+def test_a_box_that_waits_at_its_start_ends_when_the_first_one_has_ended_the_attempt(
+    tmp_path: Path, during: str
+) -> None:
+    waits = threading.Event()
+
+    class Waiting(AnsweringBox):
+        """Waits for a device, or for its processes."""
+
+        def _fail(self, method: str) -> None:
+            while method == during:
+                check_ends[0]()
+                waits.set()
+
+    check_ends: list[Callable[[], None]] = []
+    specs, (here, there) = specs_of(), ends(tmp_path / "links", 2)
+    with ExitStack() as stack:
+        served = Served(specs[1], there, Waiting, check_ends)
+        stack.callback(served.join)
+        link = BoxLink(specs[0], here, REQUESTS)
+        stack.callback(link.stop)
+        others = OtherBoxes(link, here.names)
+        if during == "start":
+            others.contexts(specs[1:], SimpleNamespace())  # type: ignore[arg-type]
+            link.request(1, ActorsCalled(number=1, names=(GPU,), method="start", deadline_s=60.0))
+        assert waits.wait(_WAIT_S)
+        others.end(is_over=False, in_order=False)
+        served.join()
+        assert (served.end, served.error) == (AttemptEnded(is_over=False, in_order=False), None)
+
+
+def test_messages_of_other_processes_go_to_the_link_and_over_it_and_their_errors_to_the_scheduler(
+    tmp_path: Path,
+) -> None:
+    told: queue.SimpleQueue[tuple[ActorName, Message]] = queue.SimpleQueue()
+    specs, arena = specs_of(), SimpleNamespace()
+    about: dict[str, Any] = {"job": specs[0].job, "step": Step(3)}
+
+    def tell(to: ActorName, message: Message) -> None:
+        told.put((to, message))
+
+    with ExitStack() as stack:
+        links = [BoxLink(spec, end) for spec, end in zip(specs, ends(tmp_path / "links", 2), strict=True)]
+        for link in links:
+            stack.callback(link.stop)
+            link.open(arena, send=tell, deliver=tell)  # type: ignore[arg-type]
+        links[1].post_all([UserMessage(**about, text="for the scheduler")])
+        to, failed = told.get(timeout=_WAIT_S)
+        assert isinstance(failed, ActorFailed)
+        assert (to, failed.actor, failed.step) == (SCHEDULER, link_name(1), 3)
+        assert "b1/link-0 has no handler for UserMessage" in failed.error
+
+        links[1].deliver(SCHEDULER, [UserMessage(**about, text=text) for text in ("one", "x" * (2 << 20), "two")])
+        received = [told.get(timeout=_WAIT_S)[1] for _ in range(3)]
+        assert [each.text for each in received if isinstance(each, UserMessage)] == ["one", "two"]
+        assert ["a Mail of 2.01 MiB" in each.error for each in received if isinstance(each, ActorFailed)] == [True]
+        links[0].stop()
+        links[1].deliver(SCHEDULER, [UserMessage(**about, text="dropped")])
 
 
 @pytest.mark.parametrize("pulls_first", [False, True])

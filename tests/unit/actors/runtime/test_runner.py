@@ -18,11 +18,13 @@ from windlass.actors.job.context import make_context, optimizer_name
 from windlass.actors.job.journal import Journal, read_journal
 from windlass.actors.lifecycle.attempt_lock import begin_attempt, close_attempt, has_begun, last_sign_of_life
 from windlass.actors.messages import KernelChosen, Message, UserMessage
+from windlass.actors.runtime import ray_box, start_up
 from windlass.actors.runtime import ray_runner as deploy
-from windlass.actors.runtime import start_up
-from windlass.actors.runtime.ray_runner import Runner
+from windlass.actors.runtime.ray_box import RayBox
+from windlass.actors.runtime.ray_runner import Runner, runner_name
 from windlass.actors.scheduler.scheduler import CANCELLED, INTERRUPTED, PAUSED, ActorLostError
-from windlass.storage.ids import ActorName, Attempt, Kernel, Step
+from windlass.actors.worker_policy.stages import Stage
+from windlass.storage.ids import ActorName, Attempt, JobId, Kernel, Step
 from windlass.storage.memory.capacity import InsufficientSpaceError
 
 
@@ -31,6 +33,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
     return Runner(make_spec(job_dir=str(tmp_path)))
+
+
+def test_a_runner_is_named_by_job_and_attempt() -> None:
+    assert runner_name(JobId("ftjob-7"), Attempt(3)) == "job-ftjob-7-3"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_messages_before_scheduler_exists_reach_it_in_order(runner: Runner, monk
     runner._post(chosen[1:2])
     assert received == []
     context = make_context(runner.spec, make_layout(5000), "/dev/shm/arena")
-    runner._make_scheduler(context, lambda to, message: None, None)
+    runner._make_scheduler(context, lambda to, message: None, None, lambda: None)
     runner._post(chosen[2:])
     assert received == chosen
 
@@ -149,9 +155,8 @@ def test_an_announcement_is_in_the_journal_before_there_is_a_scheduler(runner: R
     runner._post([UserMessage(job=runner.spec.job, step=Step(0), text="Compiling")])
     (told,) = read_journal(tmp_path / "journal.jsonl")
     assert (told.kind, told.level, told.message, told.seq) == ("message", "info", "Compiling", 1)
-    runner._make_scheduler(
-        make_context(runner.spec, make_layout(5000), "/dev/shm/arena"), lambda to, message: None, None
-    )
+    context = make_context(runner.spec, make_layout(5000), "/dev/shm/arena")
+    runner._make_scheduler(context, lambda to, message: None, None, lambda: None)
     runner._post([UserMessage(job=runner.spec.job, step=Step(0), text="late")])
     assert len(list(read_journal(tmp_path / "journal.jsonl"))) == 1
 
@@ -222,20 +227,27 @@ class Opened:
         runner.spec = dataclasses.replace(runner.spec, layout_file=str(layout_file))
         arena = SimpleNamespace(close=self._close("arena"), unlink=self._close("arena file"))
         group = SimpleNamespace(wait=lambda _timeout_s: self.is_free())
-        monkeypatch.setattr(deploy, "plan_attempt", lambda *_: None)
-        monkeypatch.setattr(deploy, "create_arena", lambda *_: arena)
-        monkeypatch.setattr(deploy, "num_gpus_here", lambda: 0)
-        monkeypatch.setattr(deploy, "devices_here", lambda *_, **__: group)
-        monkeypatch.setattr(deploy, "remove_placement_group", lambda _: self._close("group")())
-        monkeypatch.setattr(runner, "_make_workers", lambda *_, **__: {})
-        monkeypatch.setattr(runner, "_start_workers", lambda _: None)
+        self.context = SimpleNamespace(spec=runner.spec)
+        monkeypatch.setattr(ray_box, "free_memory_of", lambda _: 1 << 30)
+        monkeypatch.setattr(ray_box, "plan_attempt", lambda *_, **__: self.context)
+        monkeypatch.setattr(ray_box, "create_arena", lambda *_: arena)
+        monkeypatch.setattr(ray_box, "num_gpus_here", lambda: 0)
+        monkeypatch.setattr(ray_box, "devices_here", lambda *_, **__: group)
+        monkeypatch.setattr(ray_box, "remove_placement_group", lambda _: self._close("group")())
+        monkeypatch.setattr(RayBox, "_make_workers", self._make_workers)
+        monkeypatch.setattr(RayBox, "_connect", lambda *_: None)
+        monkeypatch.setattr(deploy, "start_actors", lambda *_: None)
         monkeypatch.setattr(runner, "_make_scheduler", lambda *_: SimpleNamespace(run=lambda: self.run()))
-        monkeypatch.setattr(deploy, "_STOP_CHECK_S", 0.0)
-        runner._workers = {ActorName(name): SimpleNamespace(name=name) for name in ("ssd-0", "gpu-0")}
+        monkeypatch.setattr(ray_box, "_STOP_CHECK_S", 0.0)
         monkeypatch.setattr(ray, "kill", lambda actor: actor is not None and self._close(actor.name)())
 
     def _close(self, name: str) -> Callable[[], None]:
         return lambda: self.closed.append(name)
+
+    @staticmethod
+    def _make_workers(box: RayBox, *_: object, **__: object) -> dict[ActorName, str]:
+        box._workers = {ActorName(name): SimpleNamespace(name=name) for name in ("ssd-0", "gpu-0")}
+        return {}
 
 
 ALL_CLOSED = ["gpu-0", "ssd-0", "group", "arena", "arena file"]
@@ -258,7 +270,7 @@ def test_attempt_that_is_stopped_while_it_waits_for_a_device_ends_at_once(
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.kind, outcome.data) == ("outcome", {"status": status, "error": None, "model_dir": None})
-    assert opened.closed == ["gpu-0", "ssd-0", "group"]  # there is no arena yet
+    assert opened.closed == ["group"]  # there are no processes yet, and no arena
 
 
 @pytest.mark.parametrize(
@@ -271,12 +283,20 @@ def test_attempt_that_is_stopped_while_it_waits_for_a_device_ends_at_once(
 def test_attempt_that_gets_no_devices_in_time_says_how_many_it_waits_for(
     runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, expected: str
 ) -> None:
-    runner.spec = dataclasses.replace(runner.spec, num_ranks=num_ranks)
+    opened.context.spec = dataclasses.replace(runner.spec, num_ranks=num_ranks)
     opened.is_free = lambda: False
-    monkeypatch.setattr(deploy, "START_DEADLINE_S", 0.0)
+    monkeypatch.setattr(ray_box, "START_DEADLINE_S", 0.0)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.message) == (INTERRUPTED, expected)
+
+
+def test_a_runner_of_one_box_refuses_a_job_with_stages(runner: Runner, tmp_path: Path) -> None:
+    runner.spec = dataclasses.replace(runner.spec, stages=(Stage(0, 2), Stage(2, 5)))
+    runner._run()
+    (outcome,) = read_journal(tmp_path / "journal.jsonl")
+    assert outcome.data["status"] == "failed"
+    assert outcome.message == "the job has 2 stages, and its runner knows no other boxes"
 
 
 def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(runner: Runner, tmp_path: Path) -> None:
@@ -298,7 +318,7 @@ def test_attempt_that_ended_keeps_its_outcome_and_closes_the_rest_if_a_clean_up_
         return outcome
 
     opened.run = run
-    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
+    monkeypatch.setattr(ray_box, "remove_placement_group", fail_to_clean_up)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert outcome.message == "the process of ssd-0 died"
@@ -313,11 +333,11 @@ def fail_to_clean_up(_: object) -> None:
 def test_attempt_whose_start_and_clean_up_fail_ends_with_the_error_of_the_start(
     runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise ActorLostError("the process of gpu-0 died while it started")
 
-    monkeypatch.setattr(runner, "_start_workers", fail)
-    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
+    monkeypatch.setattr(RayBox, "_connect", fail)
+    monkeypatch.setattr(ray_box, "remove_placement_group", fail_to_clean_up)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.message) == (INTERRUPTED, "the process of gpu-0 died while it started")
@@ -333,7 +353,7 @@ def test_attempt_that_is_stopped_at_its_start_keeps_its_outcome_if_a_clean_up_fa
         return False
 
     opened.is_free = is_free
-    monkeypatch.setattr(deploy, "remove_placement_group", fail_to_clean_up)
+    monkeypatch.setattr(ray_box, "remove_placement_group", fail_to_clean_up)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.data["error"]) == (status, None)
@@ -343,9 +363,9 @@ def test_attempt_that_is_stopped_at_its_start_keeps_its_outcome_if_a_clean_up_fa
 def create_arena_of(runner: Runner, monkeypatch: pytest.MonkeyPatch, allocate: Callable[..., int]) -> None:
     """Lets the attempt create an arena in the job's folder, whose pages `allocate` allocates."""
     path = str(Path(runner.spec.job_dir) / "windlass-ftjob-1-1-1.arena")
-    context = SimpleNamespace(arena_path=path, plan=SimpleNamespace(arena_nbytes=4096))
-    monkeypatch.setattr(deploy, "plan_attempt", lambda *_: context)
-    monkeypatch.setattr(deploy, "create_arena", start_up.create_arena)
+    context = SimpleNamespace(spec=runner.spec, arena_path=path, plan=SimpleNamespace(arena_nbytes=4096))
+    monkeypatch.setattr(ray_box, "plan_attempt", lambda *_, **__: context)
+    monkeypatch.setattr(ray_box, "create_arena", start_up.create_arena)
     monkeypatch.setattr("windlass.storage.memory.arena.allocate_pages", allocate)
 
 
@@ -400,10 +420,10 @@ def test_actor_that_cannot_be_killed_keeps_none_of_the_others_alive(
 def test_attempt_whose_workers_do_not_start_removes_its_arena(
     runner: Runner, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("Ray does not answer")
 
-    monkeypatch.setattr(runner, "_start_workers", fail)
+    monkeypatch.setattr(RayBox, "_connect", fail)
     runner._run()
     (outcome,) = read_journal(tmp_path / "journal.jsonl")
     assert (outcome.data["status"], outcome.message) == ("failed", "RuntimeError: Ray does not answer")
@@ -420,10 +440,12 @@ def test_actors_that_do_not_stop_cleanly_are_in_the_file_of_errors(
     def stop_of(name: str) -> Any:
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda _is_over: f"stop of {name}"))
 
-    runner._workers = {ActorName(name): stop_of(name) for name in ("ssd-0", "optimizer-0", "gpu-0")}
+    context: Any = SimpleNamespace(spec=runner.spec)
+    box = RayBox(context, 0, lambda: None)
+    box._workers = {ActorName(name): stop_of(name) for name in ("ssd-0", "optimizer-0", "gpu-0")}
     monkeypatch.setattr(ray, "wait", lambda references, **_: (references[:2], references[2:]))
     monkeypatch.setattr(ray, "get", get)
-    runner._stop_workers(is_over=True)
+    box.stop_actors(is_over=True)
     assert (tmp_path / "error.txt").read_text().splitlines() == [
         f"attempt 2: gpu-0 did not stop within {runner.spec.deadline_s:g} s",
         "attempt 2: ssd-0 did not stop cleanly: [Errno 5] the store could not be deleted",

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from tests.support.training import has_direct_io, make_partition, make_spec
 from windlass.actors.job import GPU_WORKER, PARAM_SERVER, gpu_worker_name, ssd_name
-from windlass.actors.runtime import local_box, local_runner, ray_runner, start_up
+from windlass.actors.runtime import local_box, local_runner, ray_box, start_up
 from windlass.actors.runtime.factory import gpu_node
-from windlass.actors.runtime.ray_runner import Runner
+from windlass.actors.runtime.ray_box import RayBox
 from windlass.actors.runtime.start_up import worker_names
 from windlass.engine.device import device_choice
 from windlass.storage.ids import ActorName
@@ -68,7 +67,7 @@ def test_gpu_workers_are_asked_for_their_nodes_and_different_ones_give_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int | None, ...], expected: int | None
 ) -> None:
     gpu_workers = list(map(gpu_worker_name, range(len(nodes))))
-    runner = make_runner(tmp_path, monkeypatch, gpu_workers)
+    box = make_box(tmp_path, gpu_workers)
     calls: list[tuple[object, ...]] = []
 
     def call(*arguments: object, deadline_s: float) -> dict[ActorName, int | None]:
@@ -76,25 +75,25 @@ def test_gpu_workers_are_asked_for_their_nodes_and_different_ones_give_none(
         assert deadline_s == start_up.WORKER_DEADLINE_S, "the worker imports PyTorch first"
         return dict(zip(gpu_workers, nodes, strict=True))
 
-    monkeypatch.setattr(runner, "_call", call)
-    monkeypatch.setattr(ray_runner, "has_several_nodes", lambda: True)
-    assert runner._gpu_node() == expected
+    monkeypatch.setattr(box, "call", call)
+    monkeypatch.setattr(ray_box, "has_several_nodes", lambda: True)
+    assert box._gpu_node() == expected
     assert calls == [(gpu_workers, "gpu_node")]
 
 
 def test_gpu_worker_is_not_asked_for_its_node_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(tmp_path, monkeypatch, [GPU_WORKER])
-    monkeypatch.setattr(ray_runner, "has_several_nodes", lambda: False)
-    assert runner._gpu_node() is None
+    box = make_box(tmp_path, [GPU_WORKER])
+    monkeypatch.setattr(ray_box, "has_several_nodes", lambda: False)
+    assert box._gpu_node() is None
 
 
-def make_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_workers: list[ActorName]) -> Runner:
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
-    runner = Runner(make_spec(tmp_path / "job"))
-    runner._workers = dict.fromkeys([ssd_name(0), PARAM_SERVER, *gpu_workers])
-    return runner
+def make_box(tmp_path: Path, gpu_workers: list[ActorName]) -> RayBox:
+    context: Any = SimpleNamespace(spec=make_spec(tmp_path / "job"))
+    box = RayBox(context, 0, lambda: None)
+    box._workers = dict.fromkeys([ssd_name(0), PARAM_SERVER, *gpu_workers])
+    return box
 
 
 @pytest.mark.parametrize(("num_ranks", "computing"), [(1, ["gpu-0"]), (3, ["params-0", "gpu-0", "gpu-1", "gpu-2"])])

@@ -1,4 +1,4 @@
-"""The actor shells that Ray runs, tested without Ray."""
+"""The actor shells that Ray runs, and the calls of them, tested without Ray."""
 
 import os
 import queue
@@ -12,8 +12,8 @@ import ray
 from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import SCHEDULER, make_context
 from windlass.actors.messages import ActorFailed, CommitStore, Message
-from windlass.actors.runtime import ray_runner as deploy
-from windlass.actors.runtime.ray_runner import ActorShell, niceness_of, runner_name
+from windlass.actors.runtime import ray_box
+from windlass.actors.runtime.ray_box import ActorShell, niceness_of
 from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.scheduler.scheduler import ActorLostError
 from windlass.engine.memory_plan.plan import PlanError
@@ -90,10 +90,6 @@ def commit(step: int) -> CommitStore:
     )
 
 
-def test_a_runner_is_named_by_job_and_attempt() -> None:
-    assert runner_name(JobId("ftjob-7"), Attempt(3)) == "job-ftjob-7-3"
-
-
 def test_what_the_device_computes_with_comes_first() -> None:
     beside_cpu = {
         name: niceness_of(ActorName(name), has_gpus=False) for name in ("gpu-0", "gpu-1", "optimizer-0", "ssd-0")
@@ -106,8 +102,8 @@ def test_what_the_device_computes_with_comes_first() -> None:
 def environment_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, uses_gpu: bool) -> dict[str, str]:
     """The environment that torch would read while a shell with three threads imports its modules."""
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(deploy, "import_for", lambda _: seen.append(dict(os.environ)))
-    monkeypatch.setattr(deploy.os, "nice", lambda _: None)
+    monkeypatch.setattr(ray_box, "import_for", lambda _: seen.append(dict(os.environ)))
+    monkeypatch.setattr(ray_box.os, "nice", lambda _: None)
     context = make_context(make_spec(ssd_dirs=(str(tmp_path / "ssd"),)), make_layout(2048), str(tmp_path / "arena"))
     shell = ActorShell(ActorName("gpu-0"), context, 3, niceness=0, uses_gpu=uses_gpu)
     shell._importing.join()
@@ -174,6 +170,10 @@ def test_a_post_that_raises_is_told_to_the_scheduler(shell: ActorShell, schedule
     assert failed.detail.startswith("Traceback")
 
 
+# As Ray tells of an exception in an actor.
+RAISED_THERE = ray.exceptions.RayTaskError("start", "Traceback", PlanError("needs 5 GiB"), "ray::ActorShell", 1, "::1")
+
+
 class Calls:
     """Stands in for calls of Ray: one for each actor, whose result comes in a number of looks, or never."""
 
@@ -183,7 +183,7 @@ class Calls:
         self.now_s = 0.0
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
-        monkeypatch.setattr(deploy, "time", self)
+        monkeypatch.setattr(ray_box, "time", self)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -202,7 +202,7 @@ class Calls:
 
     def answers(self, check_stop: Callable[[], None] = lambda: None) -> dict[ActorName, Any]:
         """Waits two minutes for the results of all calls."""
-        return deploy._answers_of({ActorName(name): name for name in self._num_looks}, 120.0, check_stop)
+        return ray_box._answers_of({ActorName(name): name for name in self._num_looks}, 120.0, check_stop)
 
 
 def test_answers_of_actors_are_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,7 @@ def test_actors_that_are_not_ready_in_time_are_named(monkeypatch: pytest.MonkeyP
     ("result", "error", "message"),
     [
         (PlanError("needs 3 GiB"), PlanError, "^needs 3 GiB$"),
+        (RAISED_THERE.as_instanceof_cause(), PlanError, "^needs 5 GiB$"),
         (ray.exceptions.ActorDiedError(), ActorLostError, "^the process of gpu died while it started"),
     ],
 )

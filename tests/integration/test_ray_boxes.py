@@ -1,0 +1,153 @@
+"""A job in stages over boxes with a Ray of their own: the bits of one process, and an end for every failure."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.test_ray_training import Driver, num_steps, wait_for
+from tests.support.storage.links import SECRET, Authority, quick
+from tests.support.training import journal_of, leftovers_of
+from tests.unit.actors.parity.test_linked_stages import NAMES
+from tests.unit.actors.parity.test_local_groups import Run, grouped
+from tests.unit.actors.parity.test_local_lanes import job
+from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from windlass.actors.job.spec import JobSpec
+from windlass.actors.runtime.boxes import LinkConfig
+from windlass.service.machine.ray_cluster import RayCluster
+from windlass.storage.ids import Attempt, Precision
+from windlass.storage.link import LinkSettings, listen
+
+pytestmark = pytest.mark.long
+
+NUM_BOXES = 2
+CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+# A process that starts has PyTorch to load.
+SETTINGS = quick(connect_s=120.0)
+
+
+@dataclass
+class Box:
+    """A box: its Ray daemon, and a process that is connected to that."""
+
+    cluster: RayCluster
+    driver: Driver
+
+    def process(self, name: str) -> psutil.Process:
+        """The process of an actor class on this box."""
+        children = (each for pid in self.cluster.pids for each in psutil.Process(pid).children(recursive=True))
+        return next(each for each in children if each.cmdline()[0].startswith(f"ray::{name}"))
+
+
+@pytest.fixture(scope="module")
+def boxes(direct_home: Path) -> Iterator[list[Box]]:
+    """Boxes of one machine."""
+    with ExitStack() as stack:
+        made = []
+        for name in NAMES[:NUM_BOXES]:
+            home = direct_home / name
+            home.mkdir()
+            cluster = RayCluster(home)
+            stack.callback(cluster.stop)
+            cluster.ensure_running(num_cpus=2, num_gpus=0)
+            driver = Driver(home, home)
+            stack.callback(driver.kill)
+            made.append(Box(cluster, driver))
+        yield made
+
+
+def configs(root: Path, settings: LinkSettings) -> list[LinkConfig]:
+    """Returns what each box is told about the others."""
+    root.mkdir()
+    authority, names = Authority(root), NAMES[:NUM_BOXES]
+    addresses = {}
+    for name in names:
+        with listen("127.0.0.1") as listener:
+            addresses[name] = ("127.0.0.1", int(listener.getsockname()[1]))
+    return [
+        LinkConfig(
+            names=names,
+            address=addresses[name],
+            addresses={other: address for other, address in addresses.items() if other != name},
+            certificates=authority.certificates(name),
+            secret=SECRET,
+            settings=settings,
+        )
+        for name in names
+    ]
+
+
+def start(boxes: Sequence[Box], specs: Sequence[JobSpec], root: Path, settings: LinkSettings = SETTINGS) -> None:
+    for index, config in reversed(list(enumerate(configs(root, settings)))):
+        boxes[index].driver.start_box(specs, index, config)
+
+
+def await_ends(boxes: Sequence[Box], specs: Sequence[JobSpec]) -> None:
+    """Waits until the runners of all boxes have ended."""
+    for box, spec in zip(boxes, specs, strict=True):
+        wait_for(lambda: not box.driver.ask("find", spec.job, spec.attempt), f"box {spec.box}", spec)  # noqa: B023
+
+
+def errors_of(spec: JobSpec) -> str:
+    path = Path(spec.job_dir, "error.txt")
+    return path.read_text() if path.exists() else ""
+
+
+def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tmp_path: Path) -> None:
+    one = run(tmp_path / "one", **CHANGES)
+    spec = job(tmp_path / "apart", lanes=1, **CHANGES)
+    specs = boxes_of(grouped(spec, 1), STAGES["2-3"])
+    start(boxes, specs, tmp_path / "links")
+    outcome = boxes[0].driver.await_end(specs[0])
+    assert outcome["status"] == "succeeded", (outcome, errors_of(spec))
+    await_ends(boxes, specs)
+    Run.of(spec).assert_equals(one)
+    assert errors_of(spec) == ""
+    assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
+
+
+# The first box's runner writes no outcome when it is killed. The other box ends by itself.
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_box_whose_runner_is_killed_ends_the_attempt_and_the_next_one_goes_on(
+    boxes: list[Box], tmp_path: Path, victim: int
+) -> None:
+    changes = CHANGES | {"total_steps": 40, "evaluate_every": None}
+    one = run(tmp_path / "one", **changes)
+    spec = job(tmp_path / "apart", lanes=1, **changes)
+    specs = boxes_of(grouped(spec, 1), STAGES["2-3"])
+    start(boxes, specs, tmp_path / "links", quick(connect_s=120.0, silence_s=5.0))
+    wait_for(lambda: num_steps(spec) >= 2, "the first steps", spec)
+    boxes[victim].process(("LeadRunner", "BoxRunner")[victim]).kill()
+    await_ends(boxes, specs)
+    outcomes = [record for record in journal_of(spec) if record.kind == "outcome"]
+    if victim:
+        assert [each.data["error"]["code"] for each in outcomes] == ["process_lost"]
+        assert "box 'east'" in outcomes[0].message
+    else:
+        assert outcomes == []
+        assert "box 'north' was silent" in errors_of(spec)
+    assert num_steps(spec) < 40
+
+    again = [dataclasses.replace(each, attempt=Attempt(2)) for each in specs]
+    start(boxes, again, tmp_path / "again")
+    await_ends(boxes, again)
+    Run.of(spec).assert_equals(one)
+    assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_a_job_that_is_cancelled_ends_on_all_boxes(boxes: list[Box], tmp_path: Path, num_steps_before: int) -> None:
+    spec = job(tmp_path / "apart", lanes=1, **(CHANGES | {"total_steps": 2000}))
+    specs = boxes_of(grouped(spec, 1), STAGES["2-3"])
+    start(boxes, specs, tmp_path / "links")
+    wait_for(lambda: num_steps(spec) >= num_steps_before, "the first steps", spec)
+    boxes[0].driver.cancel(specs[0])
+    assert boxes[0].driver.await_end(specs[0])["status"] == "cancelled"
+    await_ends(boxes, specs)
+    assert errors_of(spec) == ""
+    assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
