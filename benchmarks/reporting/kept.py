@@ -3,22 +3,29 @@
 import hashlib
 import pickle
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 ROOT = Path(__file__).parents[2]
+_NO_CODE = ("README.md", "docs", "tests")
 
 
-def tree_digest(root: Path = ROOT) -> str:
-    """Returns a short name of a repository's commit with the changes that are not committed yet."""
+def tree_digest(root: Path = ROOT, *, without: Sequence[str] = ()) -> str:
+    """Returns a short name of a repository's files, with the changes that are not committed yet.
 
-    def git(*arguments: str) -> bytes:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
+    `without`: top-level folders and files that do not count.
+    """
 
-    return hashlib.sha256(git("rev-parse", "HEAD") + git("diff", "HEAD")).hexdigest()[:16]
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True)
+        return done.stdout.decode(errors="backslashreplace")
+
+    entries = [line for line in git("ls-tree", "HEAD").splitlines() if line.partition("\t")[2] not in without]
+    changes = git("diff", "HEAD", "--", ".", *(f":(exclude,top){path}" for path in without))
+    return hashlib.sha256("\n".join([*entries, changes]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +38,11 @@ class KeptResults:
 
     @classmethod
     def in_folder(cls, folder: Path | None, *, form: str) -> "KeptResults":
-        """Returns the results in a folder that are of this form, such as quick, and of the code as it is now."""
-        return cls(None if folder is None else folder / f"{form}-{tree_digest()}")
+        """Returns the results in a folder that are of this form, such as quick, and of the code as it is now.
+
+        Texts and tests may have changed.
+        """
+        return cls(None if folder is None else folder / f"{form}-{tree_digest(without=_NO_CODE)}")
 
     def of(self, part: str, measure: Callable[[], _Result]) -> _Result:
         """Returns the kept result of a part. Measures it, and keeps it, if there is none."""

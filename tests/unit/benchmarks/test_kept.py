@@ -20,7 +20,7 @@ def test_kept_results_of_another_form_or_other_code_are_measured_again(
 ) -> None:
     KeptResults.in_folder(tmp_path, form="quick").of("a part", lambda: 1)
     assert KeptResults.in_folder(tmp_path, form="full").of("a part", lambda: 2) == 2
-    monkeypatch.setattr(kept, "tree_digest", lambda: "of other code")
+    monkeypatch.setattr(kept, "tree_digest", lambda **_: "of other code")
     assert KeptResults.in_folder(tmp_path, form="quick").of("a part", lambda: 3) == 3
 
 
@@ -45,4 +45,10 @@ def test_tree_digest_changes_with_commits_and_with_what_is_not_committed(tmp_pat
     first = commit()
     file.write_text("two")
     changed = tree_digest(tmp_path)
-    assert len({first, changed, commit()}) == 3
+    assert len({first, changed, second := commit()}) == 3
+    assert tree_digest(tmp_path, without=["file"]) != second
+    beside = tree_digest(tmp_path, without=["text"])
+    (tmp_path / "text").write_text("not code")
+    commit()
+    (tmp_path / "text").write_text("still not code")
+    assert tree_digest(tmp_path, without=["text"]) == beside

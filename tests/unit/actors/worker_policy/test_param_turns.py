@@ -268,7 +268,9 @@ def test_no_worker_waits_for_ever_whatever_the_order_and_the_speeds(first_seed: 
         Box(seed).run()
 
 
-@pytest.mark.parametrize("first_seed", range(0, 200, 50))
+@pytest.mark.parametrize(
+    "first_seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(50, 200, 50))]
+)
 def test_no_worker_of_several_boxes_waits_for_ever(first_seed: int) -> None:
     """Each box has params of its own, and its workers wait for those of the boxes before and after it."""
     for seed in range(first_seed, first_seed + 50):
