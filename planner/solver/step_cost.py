@@ -217,7 +217,10 @@ class StepCosts:
 
     def _once_known(self, what: str, compute: Callable[[], _Any]) -> _Any:
         """Returns a part of the cost model that depends on the group size, what streams and what spills only."""
-        key = (what, self.speeds, self.group_size, self.streams, self.streams_grads, self.spills)
+        return self._known((what, self.speeds, self.group_size, self.streams, self.streams_grads, self.spills), compute)
+
+    def _known(self, key: object, compute: Callable[[], _Any]) -> _Any:
+        """Returns what is computed once for the job. `key` has all else that it depends on."""
         known = self.job.known
         if key not in known:
             known[key] = compute()
@@ -344,13 +347,14 @@ class StepCosts:
             block = kind.blocks[0]
             options = tuple(self._state_option(block, tier) for tier in kind.tiers)
             return BlockGroup(count=len(kind.blocks), options=options)
-        key, known = ("activations", self.speeds, self.group_size, kind.blocks[0]), self.job.known
-        if key not in known:  # they do not depend on what streams or spills
-            layer = self.job.model.layers[kind.blocks[0] - 1]
-            options = tuple(self._activation_option(layer, way) for way in kind.activations)
-            known[key] = BlockGroup(count=len(kind.blocks), options=options)
-        group: BlockGroup = known[key]
-        return group
+        # They do not depend on what streams or spills.
+        key = ("activations", self.speeds, self.group_size, kind.blocks[0])
+        return self._known(key, lambda: self._activation_group(kind))
+
+    def _activation_group(self, kind: Kind) -> BlockGroup:
+        layer = self.job.model.layers[kind.blocks[0] - 1]
+        options = tuple(self._activation_option(layer, way) for way in kind.activations)
+        return BlockGroup(count=len(kind.blocks), options=options)
 
     def _state_option(self, block: int, tier: StateTier) -> Option:
         job, speeds = self.job, self.speeds
