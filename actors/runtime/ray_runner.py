@@ -84,6 +84,9 @@ class RunnerActor:
         """Tells of the error that ended the attempt. It is being handled."""
         raise NotImplementedError
 
+    def _read_layout(self) -> ModelLayout:
+        return ModelLayout.from_json(Path(self.spec.layout_file).read_text())
+
     def _note_error(self, text: str) -> None:
         """Appends an error to the job's file of errors."""
         append_error(Path(self.spec.job_dir), self.spec.attempt, text)
@@ -195,9 +198,8 @@ class Runner(RunnerActor):
         spec = self.spec
         if spec.stages:
             raise PlanError(f"the job has {len(spec.stages)} stages, and its runner knows no other boxes")
-        layout = ModelLayout.from_json(Path(spec.layout_file).read_text())
         mailbox = MessageServer(self._post)
-        box = RayBox.start(spec, layout, {SCHEDULER: mailbox.address}, self._check_stop)
+        box = RayBox.start(spec, self._read_layout(), {SCHEDULER: mailbox.address}, self._check_stop)
         with contextlib.closing(box):
             commit = start_actors([spec], box.call)
             outcome = self._train(box.context, box.send, commit, box.check)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
@@ -41,7 +40,7 @@ class LeadRunner(Runner):
         self._config = config
 
     def _attempt(self) -> None:
-        layout = ModelLayout.from_json(Path(self.spec.layout_file).read_text())
+        layout = self._read_layout()
         with contextlib.ExitStack() as ending:
             link = _start_link(self.spec, self._config, ending)
             boxes: list[RayBox] = []
@@ -91,7 +90,7 @@ class BoxRunner(RunnerActor):
         self._config = config
 
     def _attempt(self) -> None:
-        layout = ModelLayout.from_json(Path(self.spec.layout_file).read_text())
+        layout = self._read_layout()
         with contextlib.ExitStack() as ending:
             link = _start_link(self.spec, self._config, ending)
             boxes: list[RayBox] = []
