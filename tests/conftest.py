@@ -16,6 +16,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.examples import LONG_VARIABLE
 from tests.support.postgresql import PostgresServer, find_programs, postgres_server
 from windlass.actors.lifecycle import lower_session
 from windlass.actors.lifecycle.session_priority import COMPUTING_NICENESS
@@ -23,8 +24,9 @@ from windlass.engine.optimizer.adam_formulas import Format
 from windlass.engine.optimizer.kernel_cache import load_kernel
 from windlass.storage.ids import StatePrecision
 
-# No limit, because an example's time depends more on the machine's other load than on the code.
-hypothesis.settings.register_profile("windlass", deadline=None)
+# No limit, because an example's time depends more on the machine's other load than on the code. The short run tries the
+# same examples each time, so that it fails only because of a change. The long run looks for new ones.
+hypothesis.settings.register_profile("windlass", deadline=None, derandomize=os.environ.get(LONG_VARIABLE) != "1")
 hypothesis.settings.load_profile("windlass")
 
 _TESTS = Path(__file__).parent

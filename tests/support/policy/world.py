@@ -87,15 +87,16 @@ class World(Facts):
 
     # --- what bad gradients lead to ---------------------------------------------------------------------------------
 
-    def _expected_failure(self, event: Message) -> str | None:
-        """The error that the policy must raise after this event; None if it can continue."""
+    def _expected_failure(self, event: Message, committed: int) -> str | None:
+        """The error that the policy must raise after this event; None if it can continue.
+
+        `committed`: the last committed step before the event.
+        """
         if not isinstance(event, ComputeProgressed):
             return None
         if not self.shape.keeps_grads:
             is_bad = bool(event.grads) and (event.step, event.grads[0].block) in self.bad
-            text = (
-                f"a gradient of step {event.step} is not finite.*; step {self.committed} is the last that was committed"
-            )
+            text = f"a gradient of step {event.step} is not finite.*; step {committed} is the last that was committed"
             return text if is_bad else None
         num = self.num_skipped_in_a_row(event.step)
         if not self._gradients_complete(event.step) or num <= self.shape.max_bad_steps:
@@ -110,9 +111,10 @@ class World(Facts):
     def deliver(self, pending: Pending, now_s: float = 0.0) -> list[Action]:
         """Delivers an event, and checks the instructions that the policy answers with."""
         event = pending.event
+        committed = self.committed  # the report of a bad gradient, if it comes last, commits nothing
         self.account(event)
         self.delivered.append(event)
-        if (text := self._expected_failure(event)) is not None:
+        if (text := self._expected_failure(event, committed)) is not None:
             with pytest.raises(NotFiniteError, match=text):
                 self.pipeline.handle(event, now_s)
             self.failed = True

@@ -181,6 +181,17 @@ def test_checkpoints_that_are_asked_for_come_before_the_next_step_and_an_early_e
         assert world.exports[-1] == (finish_at if finish_at in evaluated else shape.total_steps, "/models/out")
 
 
+def test_a_bad_gradient_that_is_reported_after_all_updates_commits_nothing() -> None:
+    """Without SSDs, a step counts as committed once it is over."""
+    world = World(make_shape(**ORDERS["active"], host_blocks=frozenset(range(4)), num_ssds=0), bad=frozenset({(2, 0)}))
+    world.start()
+    while choices := world.choices():
+        world.deliver(next((each for each in choices if not each.answers.startswith("gradient 2 0")), choices[0]))
+    assert world.failed
+    assert set(world.content) == {2}  # every block is updated, and the policy refuses the report
+    assert world.pipeline.committed == 1
+
+
 @given(shape=shapes, seed=st.integers(0, 2**32), data=st.data(), bad=bad_gradients)
 @many
 def test_an_event_that_comes_twice_is_refused(
