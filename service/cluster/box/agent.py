@@ -25,6 +25,7 @@ from windlass.service.cluster.box.connection import (
     membership_of,
 )
 from windlass.service.cluster.box.head_link import HeadLink
+from windlass.service.cluster.box.link_upkeep import LinkUpkeep
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
 from windlass.service.dispatcher import read_capacity
@@ -40,6 +41,7 @@ from windlass.service.machine.fleet import (
     SsdSpaceReport,
     SyncReply,
     SyncRequest,
+    link_name,
     model_name,
     note_answer,
     read_silence,
@@ -89,14 +91,16 @@ class Agent:
         functions: BoxFunctions,
         *,
         name: str,
+        upkeep: LinkUpkeep | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: the box's, as the head has it."""
+        """`name`: the box's, as the head has it. `upkeep`: of its links to other boxes; None: it has none."""
         self._database = database
         self._settings = settings
         self._link = link
         self._functions = functions
         self._name = name
+        self._upkeep = upkeep
         self._clock = clock
         self._node = node_of(settings.home)
         self._takings = Takings(settings, link, lambda: self._name)
@@ -136,6 +140,8 @@ class Agent:
             self._on_silence()
             raise
         self._on_answer(request, reply, reports)
+        if self._upkeep is not None:
+            self._upkeep.tend()
         num_done = len(self._done)
         self._match(jobs, reply)
         self._carry_out(reply.instructions)
@@ -458,7 +464,9 @@ def run_agent(settings: Settings) -> None:
         database = Database(settings.database_url)
         try:
             link = HeadLink(connection)
-            run_until(ending, Agent(database, settings, link, functions_of(settings), name=membership.name))
+            upkeep = LinkUpkeep(settings.home, link, link_name(membership.name, membership.box_id))
+            functions = functions_of(settings)
+            run_until(ending, Agent(database, settings, link, functions, name=membership.name, upkeep=upkeep))
         except BoxRemoved as error:
             _LOG.warning("%s; this box begins no more attempts", error)
         finally:

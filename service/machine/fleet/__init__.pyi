@@ -31,6 +31,13 @@ from windlass.service.machine.fleet.hold import read_hold as read_hold
 from windlass.service.machine.fleet.hold import read_silence as read_silence
 from windlass.service.machine.fleet.hold import stop_holding as stop_holding
 from windlass.service.machine.fleet.hold import write_hold as write_hold
+from windlass.service.machine.fleet.link_endpoint import LinkPortError as LinkPortError
+from windlass.service.machine.fleet.link_endpoint import forget_link as forget_link
+from windlass.service.machine.fleet.link_endpoint import link_certificates as link_certificates
+from windlass.service.machine.fleet.link_endpoint import link_files as link_files
+from windlass.service.machine.fleet.link_endpoint import link_name as link_name
+from windlass.service.machine.fleet.link_endpoint import link_name_of_head as link_name_of_head
+from windlass.service.machine.fleet.link_endpoint import reserve_link_port as reserve_link_port
 from windlass.service.machine.fleet.messages import MOST_JOBS as MOST_JOBS
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage

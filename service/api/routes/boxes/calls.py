@@ -174,6 +174,7 @@ def _shown(view: BoxView, head: BoxFacts, caller: Caller) -> BoxObject:
             free_bytes=view.free_memory_nbytes,
         ),
         ssds=[BoxSsd.of(ssd) for ssd in view.ssds],
+        link_host=None if facts is None else facts.link_host,
         link_bytes_per_s=None if facts is None else facts.link_bytes_per_s,
         versions=None if facts is None else BoxVersions.of(facts),
         unequal_versions=[] if facts is None else _unequal(facts, head),
