@@ -30,6 +30,7 @@ from windlass.storage.sql.models import JobEvent as JobEvent
 from windlass.storage.sql.models import JobMetrics as JobMetrics
 from windlass.storage.sql.models import JoinCode as JoinCode
 from windlass.storage.sql.models import LoginSession as LoginSession
+from windlass.storage.sql.models import NetworkRate as NetworkRate
 from windlass.storage.sql.models import Removal as Removal
 from windlass.storage.sql.models import StoredThing as StoredThing
 from windlass.storage.sql.models import WebhookDelivery as WebhookDelivery

@@ -165,6 +165,22 @@ class Box(Base):
     seen_at: Mapped[float]  # when it last called
     facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.machine.fleet
     capacity: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what is free on it
+    # The measurement of the network that it is to take part in, and what it has answered; see service.machine.fleet.
+    probe: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    probe_answer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class NetworkRate(Base):
+    """The newest measurement of the network from one box of a head to another."""
+
+    __tablename__ = "network_rates"
+
+    head: Mapped[str] = mapped_column(String(64), primary_key=True)  # its home
+    source: Mapped[str] = mapped_column(String(64), primary_key=True)  # the id of a box, or "box-head"
+    target: Mapped[str] = mapped_column(String(64), primary_key=True)
+    bytes_per_s: Mapped[float]
+    round_trip_s: Mapped[float]
+    measured_at: Mapped[float]
 
 
 class JoinCode(Base):

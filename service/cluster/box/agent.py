@@ -26,6 +26,7 @@ from windlass.service.cluster.box.connection import (
 )
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.link_upkeep import LinkUpkeep
+from windlass.service.cluster.box.probes import Probes
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
 from windlass.service.dispatcher import read_capacity
@@ -105,6 +106,7 @@ class Agent:
         self._node = node_of(settings.home)
         self._takings = Takings(settings, link, lambda: self._name)
         self._sendings = Sendings(settings, link, lambda: self._name)
+        self._probes = Probes(settings)
         self._memory = _Memory(settings.home, clock)
         self._done = self._memory.read_done()
         self._cursors: Mapping[str, int] = {}
@@ -145,10 +147,13 @@ class Agent:
         num_done = len(self._done)
         self._match(jobs, reply)
         self._carry_out(reply.instructions)
-        return bool(reports) or len(self._done) != num_done or bool(self._takings.job_ids())
+        self._probes.follow(reply.probe)
+        is_measuring = reply.probe is not None
+        return bool(reports) or len(self._done) != num_done or bool(self._takings.job_ids()) or is_measuring
 
     def close(self) -> None:
-        """Ends the transfers. What has arrived stays."""
+        """Ends the transfers, and what is measured. What has arrived stays."""
+        self._probes.close()
         self._takings.close()
         self._sendings.close()
 
@@ -173,6 +178,7 @@ class Agent:
             held=tuple(job.id for job in jobs),
             jobs=tuple(reports),
             copying=copying,
+            probe=self._probes.answer(),
         )
 
     def _new_facts(self, now: float) -> BoxFacts | None:

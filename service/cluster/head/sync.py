@@ -14,6 +14,7 @@ import windlass
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
+from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
 from windlass.service.machine.fleet import (
     InstructionMessage,
@@ -97,6 +98,8 @@ class _Syncing:
                 if report is not None and (lacking := self._apply(session, box, report, after)):
                     missing[report.id] = lacking
             mirror.tell(box, news.copying)
+            if news.probe is not None:
+                boxes.answer_probe(box, news.probe.model_dump(mode="json"))
             reply = SyncReply(
                 state=BoxState(box.state),
                 lease_s=lease_s,
@@ -113,6 +116,7 @@ class _Syncing:
                 ),
                 missing=missing,
                 windlass=windlass.__version__,
+                probe=probe_of(box),
             )
         return reply, after
 

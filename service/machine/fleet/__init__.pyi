@@ -38,9 +38,13 @@ from windlass.service.machine.fleet.link_endpoint import link_files as link_file
 from windlass.service.machine.fleet.link_endpoint import link_name as link_name
 from windlass.service.machine.fleet.link_endpoint import link_name_of_head as link_name_of_head
 from windlass.service.machine.fleet.link_endpoint import reserve_link_port as reserve_link_port
+from windlass.service.machine.fleet.link_probe import LinkProbe as LinkProbe
 from windlass.service.machine.fleet.messages import MOST_JOBS as MOST_JOBS
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
+from windlass.service.machine.fleet.messages import ProbeAnswer as ProbeAnswer
+from windlass.service.machine.fleet.messages import ProbeAsk as ProbeAsk
+from windlass.service.machine.fleet.messages import ProbeResult as ProbeResult
 from windlass.service.machine.fleet.messages import SsdSpaceReport as SsdSpaceReport
 from windlass.service.machine.fleet.messages import SyncReply as SyncReply
 from windlass.service.machine.fleet.messages import SyncRequest as SyncRequest

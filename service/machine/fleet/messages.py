@@ -34,6 +34,37 @@ class CapacityReport(_Message):
     ssds: tuple[SsdSpaceReport, ...] = ()
 
 
+class ProbeAsk(_Message):
+    """A measurement of the network to another box. One of the two listens, and the other one connects."""
+
+    id: str
+    name: str  # of this box on links
+    peer: str  # the name of the other one
+    secret: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)  # for this measurement only, in hex
+    # The address at which the other one listens; None: this one listens.
+    peer_host: str | None = None
+    peer_port: int | None = None
+    seconds: float = Field(gt=0)  # after which it is given up
+
+
+class ProbeResult(_Message):
+    """The measurement, as the box that connected tells it."""
+
+    received_bytes_per_s: float
+    sent_bytes_per_s: float
+    round_trip_s: float
+
+
+class ProbeAnswer(_Message):
+    """The state of a measurement on one of its two boxes."""
+
+    id: str
+    port: int | None = None  # at which this box listens
+    error: str | None = None  # why it has failed
+    is_unreachable: bool = False  # the other box's address and port cannot be reached
+    result: ProbeResult | None = None
+
+
 class SyncRequest(_Message):
     """A box's call, every second."""
 
@@ -44,6 +75,7 @@ class SyncRequest(_Message):
     held: tuple[str, ...] = ()  # all jobs that its database has
     jobs: tuple[JobReport, ...] = Field(default=(), max_length=MOST_JOBS)
     copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
+    probe: ProbeAnswer | None = None  # until the head asks for it no more
 
 
 class InstructionMessage(_Message):
@@ -67,3 +99,4 @@ class SyncReply(_Message):
     # By job: the results that a report names and the head does not have.
     missing: dict[JobId, tuple[str, ...]] = {}
     windlass: str  # the head's version
+    probe: ProbeAsk | None = None  # to be measured now

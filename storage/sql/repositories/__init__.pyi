@@ -9,6 +9,7 @@ from windlass.storage.sql.repositories.audit import AuditRepository as AuditRepo
 from windlass.storage.sql.repositories.audit import AuditResult as AuditResult
 from windlass.storage.sql.repositories.audit import audit_id as audit_id
 from windlass.storage.sql.repositories.boxes import AWAY_AFTER_S as AWAY_AFTER_S
+from windlass.storage.sql.repositories.boxes import HEAD_ID as HEAD_ID
 from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
 from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction

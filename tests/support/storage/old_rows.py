@@ -6,7 +6,22 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013")
+REVISIONS = (
+    "0001",
+    "0002",
+    "0003",
+    "0004",
+    "0005",
+    "0006",
+    "0007",
+    "0008",
+    "0009",
+    "0010",
+    "0011",
+    "0012",
+    "0013",
+    "0014",
+)
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -135,6 +150,12 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
             {"ordinal": 7, "box_id": "box-1", "job_id": RUNNING, "kind": "pause", "body": {}, "created_at": 152.0},
         ),
     },
+    "0014": {
+        "network_rates": (
+            {"head": "node-1", "source": "box-head", "target": "box-1", "bytes_per_s": 1e9, "round_trip_s": 1e-4}
+            | {"measured_at": 153.0},
+        ),
+    },
 }
 _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0002": {"jobs": {"plan_number": 3}},
@@ -149,6 +170,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "api_keys": {"limits": {"max_running_jobs": 2}},
     },
     "0013": {"jobs": {"box_cursor": 41}},
+    "0014": {"boxes": {"probe": {"id": "1"}, "probe_answer": {"id": "1"}}},
 }
 
 
