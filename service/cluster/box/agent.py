@@ -175,10 +175,10 @@ class Agent:
             done=tuple(sorted(self._done)[:MOST_JOBS]),
             capacity=capacity,
             facts=facts,
+            probe=self._probes.answer(),
             held=tuple(job.id for job in jobs),
             jobs=tuple(reports),
             copying=copying,
-            probe=self._probes.answer(),
         )
 
     def _new_facts(self, now: float) -> BoxFacts | None:

@@ -88,6 +88,8 @@ class _Syncing:
                 raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
             lease_s = 60 * self.settings.box_lease_minutes
             boxes.note_lease(box, lease_s)
+            if news.probe is not None:
+                boxes.answer_probe(box, news.probe.model_dump(mode="json"))
             done, held = set(news.done), set(news.held)
             for each in boxes.instructions(box.id, limit=len(done) + 1000) if done or held else ():
                 # A box may have a job, and work on it, though a restored database still tells it to take it.
@@ -98,8 +100,6 @@ class _Syncing:
                 if report is not None and (lacking := self._apply(session, box, report, after)):
                     missing[report.id] = lacking
             mirror.tell(box, news.copying)
-            if news.probe is not None:
-                boxes.answer_probe(box, news.probe.model_dump(mode="json"))
             reply = SyncReply(
                 state=BoxState(box.state),
                 lease_s=lease_s,

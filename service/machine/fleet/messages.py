@@ -15,25 +15,6 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer version may say more
 
 
-class SsdSpaceReport(_Message):
-    """The space on one of a box's SSDs, as `dispatcher.placement.capacity.SsdSpace`."""
-
-    disk: str
-    free_nbytes: int
-    rate: float | None = None
-    held: dict[str, int] = {}
-
-
-class CapacityReport(_Message):
-    """The free space of a box, as `dispatcher.placement.capacity.MachineCapacity`, and its devices."""
-
-    num_devices: int
-    host_nbytes: int | None = None
-    room_nbytes: int
-    buffers: dict[str, int] = {}
-    ssds: tuple[SsdSpaceReport, ...] = ()
-
-
 class ProbeAsk(_Message):
     """A measurement of the network to another box. One of the two listens, and the other one connects."""
 
@@ -65,6 +46,25 @@ class ProbeAnswer(_Message):
     result: ProbeResult | None = None
 
 
+class SsdSpaceReport(_Message):
+    """The space on one of a box's SSDs, as `dispatcher.placement.capacity.SsdSpace`."""
+
+    disk: str
+    free_nbytes: int
+    rate: float | None = None
+    held: dict[str, int] = {}
+
+
+class CapacityReport(_Message):
+    """The free space of a box, as `dispatcher.placement.capacity.MachineCapacity`, and its devices."""
+
+    num_devices: int
+    host_nbytes: int | None = None
+    room_nbytes: int
+    buffers: dict[str, int] = {}
+    ssds: tuple[SsdSpaceReport, ...] = ()
+
+
 class SyncRequest(_Message):
     """A box's call, every second."""
 
@@ -72,10 +72,10 @@ class SyncRequest(_Message):
     done: tuple[int, ...] = Field(default=(), max_length=MOST_JOBS)
     capacity: CapacityReport | None = None
     facts: BoxFacts | None = None  # None: as before
+    probe: ProbeAnswer | None = None  # until the head asks for it no more
     held: tuple[str, ...] = ()  # all jobs that its database has
     jobs: tuple[JobReport, ...] = Field(default=(), max_length=MOST_JOBS)
     copying: dict[str, str] = {}  # by job: how far its files, or its model, are copied
-    probe: ProbeAnswer | None = None  # until the head asks for it no more
 
 
 class InstructionMessage(_Message):

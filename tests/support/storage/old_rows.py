@@ -6,22 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = (
-    "0001",
-    "0002",
-    "0003",
-    "0004",
-    "0005",
-    "0006",
-    "0007",
-    "0008",
-    "0009",
-    "0010",
-    "0011",
-    "0012",
-    "0013",
-    "0014",
-)
+REVISIONS = tuple(f"{number:04}" for number in range(1, 15))
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"

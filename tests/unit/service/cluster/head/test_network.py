@@ -83,6 +83,15 @@ def test_rates_of_head_and_box_are_measured_and_kept(measured: Measured) -> None
     assert measured.cluster.box_row().probe is None
 
 
+def test_rates_are_kept_for_the_way_that_the_bytes_go(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The box pulls from the head at 1 byte per second, and the head from the box at 2.
+    monkeypatch.setattr(link_probe._Side, "_pull", lambda side: 1.0 if side._peer == "head" else 2.0)
+    with measured.calling():
+        rates = measured.check.measure(measured.head, measured.box)
+    assert (rates.there_bytes_per_s, rates.back_bytes_per_s) == (1.0, 2.0)
+    assert measured.rates() == {(HEAD_ID, measured.box.id): 1.0, (measured.box.id, HEAD_ID): 2.0}
+
+
 def test_rates_of_a_removed_box_are_left_out(measured: Measured) -> None:
     with measured.calling():
         measured.check.measure(measured.head, measured.box)
