@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from windlass.amounts import GB
-from windlass.planner.question import report_of
+from windlass.planner.question import PlanReport, report_of
 from windlass.planner.stages.box_plans import BoxPlan, Run
 from windlass.planner.stages.pipeline import Limit
 from windlass.planner.stages.splits import PlannedStages
@@ -77,18 +77,22 @@ def report_of_stages(planned: PlannedStages) -> StagesReport:
     )
 
 
-def _report_of_box(name: str, run: Run, plan: BoxPlan) -> BoxReport:
+def report_of_box(plan: BoxPlan) -> PlanReport:
+    """Reports the plan of one box. Its times are those of a box that waits for no other."""
     solution = plan.solution
-    job = solution.costs.job
-    report = report_of(job, solution, is_cpu=solution.costs.speeds.shares_cores)
+    return report_of(solution.costs.job, solution, is_cpu=solution.costs.speeds.shares_cores)
+
+
+def _report_of_box(name: str, run: Run, plan: BoxPlan) -> BoxReport:
+    report = report_of_box(plan)
     assert report.peak_gib is not None, "the plan fits"
     return BoxReport(
         hardware=name,
         first_block=run.first,
         last_block=run.stop - 1,
-        num_layers=job.model.num_own_layers,
+        num_layers=plan.solution.costs.job.model.num_own_layers,
         alone_s=plan.times.alone_s,
-        busy_s=solution.busy_s,
+        busy_s=plan.solution.busy_s,
         peak_gib=report.peak_gib,
     )
 
