@@ -93,8 +93,8 @@ def fields_of_stages(job: Job, plan: StagesPlan) -> JobFields:
     before = hyperparameters.get("num_microbatches")
     if job.attempt and before != plan.num_microbatches:
         raise ValueError(
-            f"the job has begun with {count_text(before or 1, 'micro-batch')} a step, and the plan has "
-            f"{plan.num_microbatches}: plan it with the number that it has"
+            f"the job has begun with num_microbatches {before}, on which its results depend, and the plan has "
+            f"{plan.num_microbatches}: make the plan again"
         )
     return {"hyperparameters": hyperparameters | {"num_microbatches": plan.num_microbatches}}
 

@@ -9,7 +9,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_context
@@ -31,6 +31,7 @@ class BoxPlanned:
     """A box has planned its part. The first box makes the same plan from these facts."""
 
     ssds: tuple[SsdFacts, ...]
+    ssd_dirs: tuple[str, ...]  # its own, of which the first box may know neither the paths nor the number
     free_nbytes: int  # of host memory, when it planned
     arena_nbytes: int
 
@@ -109,6 +110,8 @@ class OtherBoxes:
     def contexts(self, specs: Sequence[JobSpec], layout: ModelLayout) -> list[JobContext]:
         """Waits until all other boxes have planned, and returns their contexts. `specs`: those of the other boxes.
 
+        The box itself tells its SSDs. Its other paths in `specs` are not read.
+
         Raises:
             BoxFailedError, ActorLostError, TimeoutError: a box cannot plan its part, is lost, or does not answer.
         """
@@ -116,7 +119,8 @@ class OtherBoxes:
         contexts = []
         for spec in specs:
             there = planned[spec.box]
-            contexts.append(context := make_context(spec, layout, "", there.ssds, free_nbytes=there.free_nbytes))
+            theirs = replace(spec, ssd_dirs=there.ssd_dirs)
+            contexts.append(context := make_context(theirs, layout, "", there.ssds, free_nbytes=there.free_nbytes))
             if context.plan.arena_nbytes != there.arena_nbytes:
                 raise ValueError(
                     f"box {self._names[spec.box]!r} plans {bytes_text(there.arena_nbytes)} of host memory, and the "
@@ -227,8 +231,13 @@ def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[Callable[[], Non
     first_box = _FirstBox(link)
     try:
         box = make_box(first_box.check_end)
-        arena_nbytes = box.context.plan.arena_nbytes
-        _tell(link, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
+        planned = BoxPlanned(
+            ssds=box.context.ssds,
+            ssd_dirs=box.context.spec.ssd_dirs,
+            free_nbytes=box.free_nbytes,
+            arena_nbytes=box.context.plan.arena_nbytes,
+        )
+        _tell(link, planned)
         while not isinstance(request := first_box.next_request(box.check), AttemptEnded):
             if not isinstance(request, ActorsCalled):
                 raise ValueError(f"the first box sent {request}")

@@ -66,7 +66,8 @@ class LeadRunner(Runner):
 
     def _train_with(self, here: RayBox, others: OtherBoxes, link: BoxLink, layout: ModelLayout) -> dict[str, Any]:
         contexts = others.contexts(self._specs[1:], layout)
-        commit = start_actors(self._specs, functools.partial(others.call, here.call))
+        specs = [self.spec, *(context.spec for context in contexts)]
+        commit = start_actors(specs, functools.partial(others.call, here.call))
         elsewhere = Outbox(link.deliver)
 
         def send(to: ActorName, message: Message) -> None:

@@ -39,7 +39,9 @@ class AnsweringBox:
     """A box without processes."""
 
     free_nbytes = 7 << 30
-    context: Any = SimpleNamespace(ssds=(), plan=SimpleNamespace(arena_nbytes=4096))
+    context: Any = SimpleNamespace(
+        ssds=(), spec=SimpleNamespace(ssd_dirs=("/its/ssd",)), plan=SimpleNamespace(arena_nbytes=4096)
+    )
 
     def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
         self._fails_at, self._error = fails_at, error or ValueError(f"no {fails_at} here")
@@ -148,6 +150,23 @@ def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> 
         assert served.end == AttemptEnded(is_over=True, in_order=True)
         assert served.box is not None
         assert served.box.calls[-1] == ((GPU,), "start", (None,), 77.0)
+
+
+def test_the_first_box_takes_the_ssds_of_another_box_from_that_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[JobSpec] = []
+
+    def make_context(spec: JobSpec, *_: object, **__: object) -> Any:
+        seen.append(spec)
+        return AnsweringBox.context
+
+    monkeypatch.setattr(other_boxes, "make_context", make_context)
+    with two_boxes(tmp_path, AnsweringBox) as (others, _):
+        others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
+        others.end(is_over=True, in_order=True)
+    assert len(specs_of()[1].ssd_dirs) == 2
+    assert [spec.ssd_dirs for spec in seen] == [("/its/ssd",)]
 
 
 @pytest.mark.parametrize("method", METHODS)
