@@ -65,8 +65,8 @@ def _planned(request: StagesRequest, layout: ModelLayout, kept_shapes: KeptShape
     planned = best_over_all(boxes)
     if planned is None:
         by_name = {box.name: plans for plans, group in zip(boxes, groups, strict=True) for box in group}
-        in_order = [by_name[box.name] for box in request.boxes]
-        raise StagesDoNotFitError(_lacks_in_words(request.boxes, in_order, layout))
+        plans_in_order = [by_name[box.name] for box in request.boxes]
+        raise StagesDoNotFitError(_lacks_in_words(request.boxes, plans_in_order, layout))
     left = {group[0].name: deque(group) for group in groups}
     in_order = [left[plans.kind.name].popleft() for plans in planned.boxes]
     return _plan_of(planned, in_order, notes=_notes(request))

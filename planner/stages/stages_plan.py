@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
@@ -69,7 +69,12 @@ class StagesPlan:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StagesPlan":
         """Reads a stored plan. Raises ValueError if a field is missing, unknown or wrong."""
-        return _PLAN.validate_json(json.dumps(values), strict=True)
+        plan = _PLAN.validate_json(json.dumps(values), strict=True)
+        # A job must not run by a part of a newer version's placement.
+        unknown = {name for stage in values["stages"] for name in stage["placement"]} - _OF_PLACEMENT
+        if unknown:
+            raise ValueError(f"this release does not know these fields of a placement: {', '.join(sorted(unknown))}")
+        return plan
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
@@ -95,3 +100,4 @@ class StagesPlan:
 
 
 _PLAN = TypeAdapter(StagesPlan)
+_OF_PLACEMENT = {field.name for field in fields(Placement)}

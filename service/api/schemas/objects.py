@@ -226,7 +226,7 @@ class JobError(BaseModel):
 class PreparationState(BaseModel):
     """The progress of a job's preparation."""
 
-    step: str  # "download_model", "check_model", "prepare_data", "plan_job" or "check_budgets"
+    step: str  # "download_model", "check_model", "prepare_data", "plan_job", "plan_stages" or "check_budgets"
     elapsed_s: float  # since the preparation began
     percent: int | None = None  # of the bytes of the job's files, while data is prepared
     line: int | None = None  # the line being read ...

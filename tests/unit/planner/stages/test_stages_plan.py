@@ -69,6 +69,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     [
         pytest.param(lambda plan: plan.update(extra=1), id="an unknown field"),
         pytest.param(lambda plan: plan["stages"][0].update(extra=1), id="an unknown field of a stage"),
+        pytest.param(lambda plan: plan["stages"][0]["placement"].update(extra=1), id="an unknown field of a placement"),
         pytest.param(lambda plan: plan.pop("num_microbatches"), id="a missing field"),
         pytest.param(lambda plan: plan.update(num_microbatches="8"), id="a text in place of a number"),
         pytest.param(lambda plan: plan.update(num_microbatches=0), id="no micro-batch"),

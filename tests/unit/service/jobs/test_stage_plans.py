@@ -284,6 +284,7 @@ def test_job_over_two_homes_has_the_bits_of_one_box(tmp_path: Path, *, is_measur
     plan = plan_stages(stages_request(head, job, kinds, 1.25e9))
     assert (plan.step_s is not None) == is_measured
     job.hyperparameters = fields_of_stages(job, plan)["hyperparameters"]
+    job.attempt = 1
     keep_stages(head, job.id, plan)
     kept = stages_of(head, job.id)
     assert kept is not None
