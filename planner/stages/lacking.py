@@ -24,6 +24,12 @@ class Lack:
     run: Run
     shortfall: Shortfall
 
+    @property
+    def nbytes(self) -> int:
+        """The fewest bytes of memory, of all kinds together, with which the box would have room."""
+        lacking = [nbytes for nbytes in self.shortfall.missing.values() if nbytes]
+        return sum(lacking) if self.shortfall.is_together else min(lacking, default=0)
+
     def in_words(self, name: str) -> str:
         """Tells what the box lacks, which has this name."""
         blocks = f"blocks {self.run.first} to {self.run.stop - 1}"
@@ -33,11 +39,11 @@ class Lack:
 def lacks_of(boxes: Sequence[BoxPlans], even: Division) -> list[Lack]:
     """Returns what boxes lack, if each has as many layers as it has room for, and the rest is divided evenly.
 
-    `even`: a division that counts all boxes as equal. The rounds are those for which most boxes would have room then.
+    `even`: a division that counts all boxes as equal. The rounds are those for which the boxes would lack least then.
     Empty: each box has room for its layers, although no plan was found.
     """
     num_boxes, num_layers = len(boxes), sum(even)
-    rounds = min(_rounds_that_save(boxes[0]), key=lambda each: _num_without_room(boxes, even, each))
+    rounds = min(_rounds_that_save(boxes[0]), key=lambda each: sum(lack.nbytes for lack in _lacking(boxes, even, each)))
     most = [_most_layers(plans, box, num_boxes, num_layers, rounds) for box, plans in enumerate(boxes)]
     left, extra = divmod(max(0, num_layers - sum(most)), num_boxes)
     if not left and not extra:
@@ -72,10 +78,6 @@ def _lacking(boxes: Sequence[BoxPlans], division: Division, rounds: Rounds) -> l
         for box, plans, run in runs
         if not _has_room(plans, run, rounds)
     ]
-
-
-def _num_without_room(boxes: Sequence[BoxPlans], division: Division, rounds: Rounds) -> int:
-    return sum(not _has_room(plans, run_of(division, box), rounds) for box, plans in enumerate(boxes))
 
 
 def _has_room(plans: BoxPlans, run: Run, rounds: Rounds) -> bool:
