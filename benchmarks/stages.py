@@ -165,9 +165,10 @@ def section(*, quick: bool) -> tuple[str, dict[str, float]]:
         "**All numbers below are planned. None is measured, and no such job was run.** The service cannot run a job "
         "over several machines yet, so you cannot submit one. The engine has run jobs in stages on one machine only, "
         "whose threads or processes stood for the boxes ([decision 51](decisions/0051-stages.md)). Each box has a run "
-        "of the model's blocks, with their states. Only hidden states and their gradients pass between boxes. How a "
-        "step's time follows from the cost model is in [decision 53](decisions/0053-plans-over-boxes.md). For your "
-        "model and boxes:",
+        "of the model's blocks, with their states. In a step, only hidden states and their gradients pass between "
+        "boxes. Exports are written by the first box, to which the others send their params. The boxes share no "
+        "files: each has its own copy of the model and of the dataset. How a step's time follows from the cost model "
+        "is in [decision 53](decisions/0053-plans-over-boxes.md). For your model and boxes:",
     )
     page.add_command(
         "windlass plan --model llama-3.1-70b --batch-size 64 --seq-len 1024 --hardware rtx4090-server --boxes 4 "

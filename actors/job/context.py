@@ -182,6 +182,15 @@ class CoreContext:
         return stage_of(self.spec, len(self.layout.blocks))
 
     @property
+    def whole_layout(self) -> ModelLayout:
+        """The model's layout with the chunks of all boxes."""
+        return self.layout.of_blocks(0, len(self.layout.blocks))
+
+    def box_of_block(self, block: int) -> int:
+        """Returns the index of the box that has a block."""
+        return next((box for box, stage in enumerate(self.spec.stages) if stage.has(block)), 0)
+
+    @property
     def num_groups_in_flight(self) -> int:
         """The number of a GPU worker's groups whose activations are on the device at once."""
         num_rounds = -(-self.plan.num_groups // self.spec.num_ranks)

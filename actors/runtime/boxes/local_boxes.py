@@ -80,7 +80,7 @@ def run_local_box(
         others, is_over, in_order = OtherBoxes(link, end.names), False, False
         try:
             here = make_box()
-            contexts = others.contexts(specs[1:], partition.layout)
+            contexts = others.contexts(specs, partition.layout)
             commit = start_actors(specs, functools.partial(others.call, here.call))
             scheduler = Scheduler(
                 here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts

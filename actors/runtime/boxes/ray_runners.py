@@ -2,7 +2,8 @@
 
 The first box's runner has the scheduler, and calls the actors of all boxes. The others serve it. The process of each
 runner holds the box's link: it moves bytes between the other boxes and the arena, and passes messages on, which reach
-the processes of its box over sockets. Only the scheduler sends messages to actors of other boxes, and gets some.
+the processes of its box over sockets. Only the scheduler, and the optimizer that exports the model, send messages to
+actors of other boxes. Only the scheduler gets some.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
+from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name, optimizer_name
 from windlass.actors.messages import Message
 from windlass.actors.runtime import (
     MessageServer,
@@ -54,6 +55,10 @@ class LeadRunner(Runner):
             outcome: dict[str, Any] = {"status": INTERRUPTED}
             try:
                 mailboxes = {SCHEDULER: MessageServer(self._post).address}
+                # This box's optimizer asks those of other boxes for what it exports.
+                for spec in self._specs[1:]:
+                    mover = optimizer_name(0, spec.box)
+                    mailboxes[mover] = MessageServer(functools.partial(link.deliver, mover)).address
                 here = _start_box(self.spec, layout, link, mailboxes, self._check_stop, ending)
                 boxes.append(here)
                 outcome = self._train_with(here, others, link, layout)
@@ -65,7 +70,7 @@ class LeadRunner(Runner):
                 here.stop_actors(is_over=is_over)
 
     def _train_with(self, here: RayBox, others: OtherBoxes, link: BoxLink, layout: ModelLayout) -> dict[str, Any]:
-        contexts = others.contexts(self._specs[1:], layout)
+        contexts = others.contexts(self._specs, layout)
         commit = start_actors(self._specs, functools.partial(others.call, here.call))
         elsewhere = Outbox(link.deliver)
 
@@ -112,8 +117,8 @@ class BoxRunner(RunnerActor):
 def start_box_runner(specs: Sequence[JobSpec], box: int, config: LinkConfig) -> None:
     """Launches a box's part of an attempt on the caller's node; Ray must be connected. Returns when it has begun.
 
-    `specs`: those of all boxes, in their order. `box`: the index of this one. The runner is named like that of a
-    job on one box, so the same calls find it. Only the first box's can be cancelled and paused.
+    `specs`: those of all boxes, in their order, each with paths of its box. `box`: the index of this one. The runner is
+    named like that of a job on one box, so the same calls find it. Only the first box's can be cancelled and paused.
     """
     if box:
         launch_runner(BoxRunner, specs[box], specs[box], config)

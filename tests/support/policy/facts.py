@@ -94,7 +94,7 @@ class Facts(Expected):
         self.restoring: dict[ActorName, RestoreStates] = {}
         self.restored: list[ActorName] = []
         self.loading: set[ActorName] = set()
-        self.exporting: dict[ActorName, ExportModel] = {}
+        self.exporting: ExportModel | None = None
         self.num_issued = dict.fromkeys(shape.gpu_workers, 0)  # operations of each GPU worker, and exports
         self.computed: list[tuple[int, Phase, int, int]] = []
         first = -1 if initial_step is None else initial_step
@@ -202,9 +202,9 @@ class Facts(Expected):
         for actor, commit in self.committing.items():
             committed = StoreCommitted(job=JOB, step=commit.step, actor=actor, bytes_read=1, bytes_written=1)
             found.append(Pending(committed, f"commit {commit.step} {actor}"))
-        for actor, export in sorted(self.exporting.items()):
-            exported = ModelExported(job=JOB, step=export.step, actor=actor, path=export.path)
-            found.append(Pending(exported, f"export {export.step} {actor}"))
+        if (export := self.exporting) is not None:
+            exported = ModelExported(job=JOB, step=export.step, actor=self.shape.optimizers[0], path=export.path)
+            found.append(Pending(exported, f"export {export.step}"))
         return found
 
     def _completes_gradient(self, compute: ComputeBlock) -> bool:
@@ -328,9 +328,8 @@ class Facts(Expected):
                 if not self.committing:
                     self.undecided = event.step
             case ModelExported():
-                del self.exporting[event.actor]
-                if event.actor == self.shape.optimizers[0]:
-                    self.exports.append((event.step, event.path))
+                self.exporting = None
+                self.exports.append((event.step, event.path))
 
     def decide(self, step: int) -> None:
         """Notes durably that all SSD servers have committed a step."""

@@ -1,8 +1,10 @@
 """All actors in one process that stands for several boxes: the same losses and params to the bit as on one box."""
 
 import dataclasses
+import filecmp
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from itertools import product
@@ -18,13 +20,17 @@ from tests.support.training import has_direct_io, keep_calibration, leftovers_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from windlass.actors.gpu_worker.stage_edges import StageEdges
+from windlass.actors.job import optimizer_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlocks,
     ComputeProgressed,
     Message,
+    ModelExported,
+    OfferParams,
     OfferSpan,
+    OfferTaken,
     Phase,
     PullSpan,
     SpanKind,
@@ -33,6 +39,7 @@ from windlass.actors.messages import (
     UpdateStep,
     WorkSpan,
 )
+from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.runtime.local_link import LocalLink
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline.intervals import intersect, length, union
@@ -53,7 +60,10 @@ STAGES = {
 
 
 def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
-    """The specification of each box: its SSDs, its arena, and its part of the placement."""
+    """The specification of each box: its SSDs, its arena, its part of the placement, and copies of all files.
+
+    No two boxes have a path in common.
+    """
     root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
     for box, stage in enumerate(stages):
         ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
@@ -68,21 +78,49 @@ def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
             device_blocks=tuple(filter(stage.has, place.device_blocks)),
             streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
         )
+        here = with_own_files(spec, root / f"box{box}") if box else spec
         boxes.append(
             dataclasses.replace(
-                spec, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
+                here, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
             )
         )
     return boxes
 
 
+def with_own_files(spec: JobSpec, home: Path) -> JobSpec:
+    """The specification for a box that has copies of the first one's files in its own home."""
+    if not home.exists():
+        (home / "job").mkdir(parents=True)
+        shutil.copytree(spec.model_dir, home / "model")
+        shutil.copytree(spec.dataset_dir, home / "data")
+        shutil.copy(spec.layout_file, home / "layout.json")
+    return dataclasses.replace(
+        spec,
+        model_dir=str(home / "model"),
+        layout_file=str(home / "layout.json"),
+        dataset_dir=str(home / "data"),
+        job_dir=str(home / "job"),
+        output_dir=str(home / "out"),
+    )
+
+
+def run_attempt(first: JobSpec, *others: JobSpec, **options: Any) -> dict[str, Any]:
+    direct, partition = has_direct_io(Path(first.model_dir)), make_partition(first)
+    return run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
+
+
 def train(spec: JobSpec, stages: tuple[Stage, ...], **options: Any) -> None:
     first, *others = boxes_of(spec, stages)
-    direct, partition = has_direct_io(Path(spec.model_dir)), make_partition(spec)
-    outcome = run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
+    outcome = run_attempt(first, *others, **options)
     assert outcome["status"] == "succeeded", outcome
     assert [leftovers_of(each) for each in (first, *others)] == [[]] * len(stages)
-    assert [path for path in Path(spec.output_dir).parent.iterdir() if path.name.startswith(".")] == []
+    assert [half_exported(each) for each in (first, *others)] == [[]] * len(stages)
+    assert [each.box for each in others if list(Path(each.output_dir).parent.glob("out*"))] == []
+
+
+def half_exported(spec: JobSpec) -> list[Path]:
+    """Folders of exports of a box that are not complete."""
+    return [path for path in Path(spec.output_dir).parent.iterdir() if path.name.startswith(".")]
 
 
 def run(
@@ -231,6 +269,80 @@ def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: P
     Run.of(spec).assert_equals(whole)
 
 
+def is_export(message: Message) -> bool:
+    """Returns whether a message is about params on their way to the first box."""
+    return isinstance(message, OfferParams) or bool((it := getattr(message, "crossing", None)) and it.is_export)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"num_ssds": 0, "placement": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=3)}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["SSDs", "no SSDs"],
+)
+def test_the_exported_files_are_those_of_one_box(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 2, "checkpoint_every": 1} | changes
+    run(tmp_path / "one", **changes)
+    asked: list[OfferParams] = []
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, OfferParams):
+            assert to == optimizer_name(0, 1 if message.key.block < 3 else 2)
+            asked.append(message)
+
+    spec = job(tmp_path / "several", lanes=1, **changes)
+    train(spec, STAGES["2-1-2"], on_message=look)
+    layout = make_partition(spec).layout.of_blocks(2, 5)
+    elsewhere = [key for block in layout.blocks for key in layout.chunk_keys(block.index)]
+    assert [(each.step, each.key) for each in asked] == [(step, key) for step in (1, 2) for key in elsewhere]
+    for name in ("out", "out-step-1"):
+        here, there = tmp_path / "one" / name, tmp_path / "several" / name
+        names = sorted(path.name for path in here.iterdir())
+        assert sorted(path.name for path in there.iterdir()) == names
+        assert filecmp.cmpfiles(here, there, names, shallow=False) == (names, [], [])
+
+
+def test_an_export_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    """Also if only the report of a complete one was lost. Then no other box is asked for anything."""
+    changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 2}
+    whole = run(tmp_path / "whole", **changes)
+    spec = job(tmp_path / "cut", lanes=1, **(changes | {"checkpoint_every": 1}))
+    seen: list[Message] = []
+
+    def is_third_chunk(message: Message) -> bool:
+        pulled = [each for each in seen if isinstance(each, SpanPulled) and is_export(each)]
+        return len(pulled) == 3 and message is pulled[-1]
+
+    def is_report_of_model(message: Message) -> bool:
+        return isinstance(message, ModelExported) and message.step == 2
+
+    exported = []
+    for number, is_cut in enumerate((is_third_chunk, is_report_of_model), start=1):
+        seen.clear()
+
+        def look(to: ActorName, message: Message, is_cut: Callable[[Message], bool] = is_cut) -> None:
+            seen.append(message)
+            if is_cut(message):
+                raise RuntimeError("the process ends here")
+
+        outcome = run_attempt(
+            *boxes_of(dataclasses.replace(spec, attempt=Attempt(number)), STAGES["2-3"]), on_message=look
+        )
+        assert outcome["status"] == "interrupted"
+        exported.append([Path(f"{spec.output_dir}{suffix}").exists() for suffix in ("-step-1", "")])
+        assert half_exported(spec) == []
+    assert exported == [[False, False], [True, True]]
+    seen.clear()
+    again = dataclasses.replace(spec, attempt=Attempt(3))
+    train(again, STAGES["2-3"], on_message=lambda to, message: seen.append(message))
+    assert not any(map(is_export, seen))
+    Run.of(spec).assert_equals(whole)
+
+
 def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3}
     one = run(tmp_path / "one", **changes)
@@ -301,12 +413,46 @@ def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
 
     monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
     monkeypatch.setattr(StageEdges, "take", losing(StageEdges.take))
-    first, *others = (dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"]))
-    options: dict[str, Any] = {"partition": make_partition(spec), "direct": has_direct_io(tmp_path)}
-    outcome = run_local(first, other_boxes=others, **options)
+    outcome = run_attempt(*(dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"])))
     assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
     told = outcome["error"]["message"]
     assert re.search(r"the results of box \d .* in step 2, group \d; that box or the link to it is stuck", told), told
+    train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
+    Run.of(spec).assert_equals(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [OfferParams, OfferSpan, PullSpan, SpanPulled, OfferTaken])
+def test_params_that_are_lost_on_their_way_to_an_export_are_named_and_the_next_attempt_exports(
+    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 2}
+    whole, num_left = run(tmp_path / "whole", **changes), 1
+    spec = job(tmp_path / "cut", lanes=1, **changes)
+
+    def losing(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, message: Message) -> None:
+            nonlocal num_left
+            if isinstance(message, lost) and is_export(message):
+                num_left -= 1
+                if num_left >= 0:
+                    return
+            original(self, message)
+
+        return call
+
+    monkeypatch.setattr(CpuOptimizer, "post", losing(CpuOptimizer.post))
+    monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
+    outcome = run_attempt(*(dataclasses.replace(each, deadline_s=5.0) for each in boxes_of(spec, STAGES["2-3"])))
+    if lost is OfferTaken:  # the slot of one chunk stays in use
+        assert outcome["status"] == "succeeded"
+        return
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
+    told = outcome["error"]["message"]
+    assert re.search(
+        r"ChunkKey\(block=\d, chunk=\d\) of step 2, from box 1; that box or the link to it is stuck", told
+    ), told
+    assert half_exported(spec) == []
     train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
     Run.of(spec).assert_equals(whole)
 
