@@ -426,7 +426,7 @@ def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
 def test_params_that_are_lost_on_their_way_to_an_export_are_named_and_the_next_attempt_exports(
     tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 2}
+    changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 2}
     whole, num_left = run(tmp_path / "whole", **changes), 1
     spec = job(tmp_path / "cut", lanes=1, **changes)
 
