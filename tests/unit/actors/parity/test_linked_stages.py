@@ -107,6 +107,7 @@ def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) ->
     Run.of(spec).assert_equals(one)
 
 
+@pytest.mark.long
 def test_connections_that_are_cut_during_an_export_change_no_bit(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 1}
     one = run(tmp_path / "one", **changes)
@@ -132,7 +133,7 @@ def in_export(message: Message) -> bool:
     return isinstance(message, OfferParams) and message.key.block == 3
 
 
-@pytest.mark.parametrize("is_cut", [in_step, in_export])
+@pytest.mark.parametrize("is_cut", [pytest.param(in_step, marks=pytest.mark.long), in_export])
 def test_a_box_that_stays_away_interrupts_the_attempt_and_the_next_one_goes_on(
     tmp_path: Path, is_cut: Callable[[Message], bool]
 ) -> None:
