@@ -12,13 +12,18 @@ from windlass.storage.ids import ActorName, BlockIndex, Span, Step
 
 
 class Crossing(NamedTuple):
-    """Names the hidden states of a micro-batch, or their gradient, by the operation on another box that takes them."""
+    """Names bytes by the operation on another box that takes them.
+
+    They are the hidden states of a micro-batch, or their gradient. If `is_shared`, they are a chunk of the params that
+    embedding and head share, or of the head's gradient of them.
+    """
 
     step: Step
     phase: Phase
     block: BlockIndex
     group: int
-    microbatch: int  # index in the group
+    part: int  # index of the micro-batch in the group, or of the chunk in the embedding
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,7 @@ class OfferSpan(Message):
     """Offers bytes in the arena to another box. They stay there until `OfferTaken`."""
 
     reply_to: ActorName
+    box: int  # index of the box that takes them
     crossing: Crossing
     span: Span  # only the bytes that are offered
 

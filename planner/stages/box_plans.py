@@ -139,12 +139,15 @@ class BoxPlans:
             return job
         training = job.training
         num_tokens = job.model.num_examples * training.sequence_length  # the size that the engine allocates
+        layout = self.profiles.layout.of_blocks(run.first, run.stop)
         return replace(
             job,
             model=job.model.of_blocks(run.first, run.stop),
             crossings=Crossings(
                 num_neighbours=(run.stage > 0) + (run.stage + 1 < run.num_stages),
-                microbatch_nbytes=num_tokens * self.profiles.layout.hidden_size * training.formats.precision.itemsize,
+                microbatch_nbytes=num_tokens * layout.hidden_size * training.formats.precision.itemsize,
+                num_lent_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.lent),
+                num_borrowed_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.borrowed),
             ),
             num_groups_in_flight=self._num_groups_in_flight(run, rounds),
         )

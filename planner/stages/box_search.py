@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE
 from windlass.planner.feasibility import numbers_of_microbatches
 from windlass.planner.planning import best_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
@@ -67,10 +68,17 @@ def _check(boxes: Sequence[BoxPlans]) -> None:
     unknown = [each.kind.name for each in boxes if each.kind.network_bytes is None]
     if unknown:
         raise StagesError(f"the rate of the network between boxes is not known for {', '.join(unknown)}")
-    if any(len(blocks) > 1 for blocks in boxes[0].profiles.layout.shared):
+    question = boxes[0].kind.question
+    if question.num_ranks > 1 and not question.chooses_ranks and _is_tied(boxes[0]):
         raise StagesError(
-            "the model's embedding and head share a tensor, and would be on different boxes: that is not supported yet"
+            f"the model's embedding and head share a tensor, and would be on different boxes with {question.num_ranks} "
+            "GPUs each: that is not supported yet; plan for one GPU on each box"
         )
+
+
+def _is_tied(box: BoxPlans) -> bool:
+    """Returns whether blocks share tensors. Then each of several boxes has one GPU: see `layout_of_box`."""
+    return any(len(blocks) > 1 for blocks in box.profiles.layout.shared)
 
 
 def _best_of_one(box: BoxPlans) -> PlannedStages | None:
@@ -149,7 +157,7 @@ def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
     Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
     plans of the others are between theirs.
     """
-    for num_ranks in _numbers_of_gpus(boxes):
+    for num_ranks in (1,) if _is_tied(boxes[0]) else _numbers_of_gpus(boxes):
         of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
         by_number = dict[int, list[Rounds]]()
         for num_microbatches in numbers_of_microbatches(of_ranks):
@@ -165,9 +173,13 @@ def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
     job, layout = sequence[0].job(rounds), sequence[0].profiles.layout
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
     hidden_nbytes = num_tokens * layout.hidden_size * job.training.formats.precision.itemsize
+    is_shared = len(sequence) > 1 and _is_tied(sequence[0])
+    shared_numel = layout.blocks[0].numel if is_shared else 0
     return Pipeline(
         stages=(),
         num_rounds=rounds.number,
         crossing_nbytes=hidden_nbytes / rounds.number,
         network_bytes=tuple(boxes.kind.network_bytes or math.inf for boxes in sequence),
+        shared_params_nbytes=shared_numel * job.param_itemsize,
+        shared_sum_nbytes=shared_numel * PARTIAL_GRAD_ITEMSIZE,
     )

@@ -55,10 +55,9 @@ class StagesReport:
 
 def report_of_stages(planned: PlannedStages) -> StagesReport:
     """Reports a plan."""
-    pipeline, rounds, num_boxes = planned.pipeline, planned.rounds, len(planned.boxes)
+    pipeline, rounds = planned.pipeline, planned.rounds
     job = planned.boxes[0].job(rounds)
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
-    num_neighbours = min(2, num_boxes - 1)
     return StagesReport(
         step_s=planned.step_s,
         tokens_per_s=num_tokens / planned.step_s,
@@ -68,8 +67,8 @@ def report_of_stages(planned: PlannedStages) -> StagesReport:
         num_microbatches=rounds.num_microbatches,
         group_size=rounds.group_size,
         num_rounds=rounds.number,
-        network_gb_per_step=num_neighbours * rounds.number * pipeline.crossing_nbytes / GB,
-        network_s=rounds.number * pipeline.transfer_period_s,
+        network_gb_per_step=max(pipeline.sent_nbytes) / GB,
+        network_s=pipeline.sending_s,
         boxes=tuple(
             _report_of_box(boxes.kind.name, run, plan)
             for boxes, run, plan in zip(planned.boxes, planned.runs, planned.plans, strict=True)

@@ -12,11 +12,11 @@ import pytest
 
 from tests.integration.test_ray_training import Driver, num_steps, wait_for
 from tests.support.storage.links import SECRET, Authority, quick
-from tests.support.training import journal_of, leftovers_of
+from tests.support.training import boxes_of, journal_of, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import NAMES
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig
 from windlass.service.machine.ray_cluster import RayCluster

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from windlass.actors.job.journal import JournalRecord, read_journal
 from windlass.actors.job.spec import JobSpec
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
@@ -152,6 +153,30 @@ def keep_calibration(ssd_dir: Path) -> None:
     volume = Volume.open(ssd_dir, direct=has_direct_io(ssd_dir))
     volume.keep_calibration(CALIBRATION.to_json())
     volume.close()
+
+
+def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
+    """The specification of each box: its SSDs, its arena, and its part of the placement."""
+    root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
+    for box, stage in enumerate(stages):
+        ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
+        arena_dir = root / f"shm{box}"
+        arena_dir.mkdir(exist_ok=True)
+        for ssd_dir in map(Path, ssd_dirs):
+            if not ssd_dir.exists():
+                keep_calibration(ssd_dir)
+        own = dataclasses.replace(
+            place,
+            host_blocks=tuple(filter(stage.has, place.host_blocks)),
+            device_blocks=tuple(filter(stage.has, place.device_blocks)),
+            streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
+        )
+        boxes.append(
+            dataclasses.replace(
+                spec, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
+            )
+        )
+    return boxes
 
 
 def make_partition(spec: JobSpec) -> Partition:

@@ -48,6 +48,9 @@ _KINDS = {
     Phase.EVALUATE_HEAD: KeyKind.EVALUATION,
 }
 
+# Priorities of pulls. Shared params are many bytes, and are needed at the end of a pass only.
+_URGENT, _SHARED = (0, 0), (1, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnd:
@@ -110,7 +113,7 @@ class BoxLink:
         that sent them, as does the error of a lost box.
         """
         self.requests: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._job, self._box, self._stage = spec.job, spec.box, spec.stages[spec.box]
+        self._job = spec.job
         self._name, self._names = link_name(spec.box), end.names
         self._arena: Arena | None = None
         self._send: Callable[[ActorName, Message], None] = _lost
@@ -150,14 +153,14 @@ class BoxLink:
         """Carries out a message. Raises LinkError if the other box is lost."""
         match message:
             case OfferSpan():
-                block = message.crossing.block
-                taker = self._names[self._box + (1 if block >= self._stage.stop else -1)]
+                taker = self._names[message.box]
                 offered = self._link.offer(_key(message.crossing), self._buffer(message.span), {taker})
                 taken = OfferTaken(job=self._job, step=message.step, crossing=message.crossing)
                 self._when_done(offered, lambda result: self._send(message.reply_to, taken))
             case PullSpan():
                 source, slot = self._names[message.box], self._buffer(message.span)
-                pulled = self._link.pull(_key(message.crossing), slot, source=source)
+                priority = _SHARED if message.crossing.is_shared else _URGENT
+                pulled = self._link.pull(_key(message.crossing), slot, source=source, priority=priority)
                 self._when_done(pulled, lambda result: self._send(message.reply_to, self._pulled(message, result)))
             case DescribeStatus():
                 text = self._link.describe()
@@ -242,10 +245,13 @@ def _lost(to: ActorName, message: Message) -> None:
 
 
 def _key(crossing: Crossing) -> LinkKey:
+    kind = _KINDS[crossing.phase]
+    if crossing.is_shared:
+        kind = KeyKind.PARAM_GRAD if crossing.phase is Phase.BACKWARD else KeyKind.PARAM
     return LinkKey(
-        kind=_KINDS[crossing.phase],
+        kind=kind,
         step=crossing.step,
         group=crossing.group,
         block=crossing.block,
-        part=crossing.microbatch,
+        part=crossing.part,
     )

@@ -226,7 +226,10 @@ class Facts(Expected):
         return [each for each in self.expected if each[1] is None or self.worker_of(each[3], each[2]) == worker]
 
     def _predecessors(self, compute: ComputeBlock) -> list[tuple[int, Phase, int, int]]:
-        """The operations of other GPU workers whose results this one needs: a sum, or another box's hidden states."""
+        """The operations of other GPU workers whose results this one needs: a sum, or another box's hidden states.
+
+        If embedding and head share params on different boxes, also the embedding's params, and the head's sum for them.
+        """
         step, phase, block, group = _described(compute)
         found = []
         if phase in WITH_GRADIENT and group and len(self.shape.stages[0].gpu_workers) > 1:
@@ -237,6 +240,11 @@ class Facts(Expected):
         if phase is not Phase.BACKWARD and block == stage.first > 0:
             before = Phase.EVALUATE if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) else Phase.FORWARD
             found.append((step, before, block - 1, group))
+        if len(self.shape.stages) > 1 and len(self.shape.shared[head]) > 1:
+            if block == head and group == 0:  # the first one that needs these params, or the next one with them
+                found.append((step, Phase.FORWARD if phase is Phase.HEAD else Phase.EVALUATE, 0, 0))
+            if phase is Phase.BACKWARD and block == 0 and group == self.shape.num_groups - 1:
+                found.append((step, Phase.HEAD, head, group))
         return found
 
     def _can_be_reported(self) -> list[ComputeBlock]:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.storage.cutting_relay import CuttingRelay
 from tests.support.storage.links import SECRET, Authority, quick
-from tests.support.training import has_direct_io, make_partition
+from tests.support.training import boxes_of, has_direct_io, make_partition
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, boxes_of, run, train
+from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, run, train
 from windlass.actors.messages import Message, PullSpan, SpanPulled
 from windlass.actors.runtime.boxes.box_link import LinkEnd
 from windlass.actors.runtime.boxes.local_boxes import over_sockets
@@ -59,17 +59,26 @@ def ends(
 
 
 @pytest.mark.parametrize(
-    ("precision", "place", "lanes", "division", "group_size", "num_ranks"),
+    ("tied", "precision", "place", "lanes", "division", "group_size", "num_ranks"),
     [
-        pytest.param(Precision.BF16, "some params stay", 2, "2-3", 1, 2, marks=pytest.mark.long),
-        (Precision.FP16, "mixed", 1, "2-1-2", 2, 1),
-        pytest.param(Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
+        pytest.param(False, Precision.BF16, "some params stay", 2, "2-3", 1, 2, marks=pytest.mark.long),
+        (True, Precision.FP16, "mixed", 1, "2-1-2", 2, 1),  # the first box and the last one share the embedding
+        pytest.param(False, Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
     ],
 )
 def test_sockets_between_boxes_change_no_bit(
-    tmp_path: Path, precision: Precision, place: str, lanes: int, division: str, group_size: int, num_ranks: int
+    tmp_path: Path,
+    precision: Precision,
+    place: str,
+    lanes: int,
+    division: str,
+    group_size: int,
+    num_ranks: int,
+    *,
+    tied: bool,
 ) -> None:
     changes: dict[str, Any] = {
+        "tied": tied,
         "precision": precision,
         "clip_norm": 0.5,
         "lanes": lanes,
@@ -85,7 +94,7 @@ def test_sockets_between_boxes_change_no_bit(
 
 
 def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "tied": True}
     one = run(tmp_path / "one", **changes)
     spec = grouped(job(tmp_path / "linked", lanes=1, **changes), 1)
     with relays_of() as relays:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support import training
 from tests.support.cut_off import CutOff
-from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_partition, metrics_of
+from tests.support.training import boxes_of, has_direct_io, leftovers_of, make_partition, metrics_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from windlass.actors.gpu_worker.stage_edges import StageEdges
+from windlass.actors.gpu_worker.edges.shared_params import SharedParams
+from windlass.actors.gpu_worker.edges.stage_edges import StageEdges
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     CommitStore,
@@ -52,30 +54,6 @@ STAGES = {
 }
 
 
-def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
-    """The specification of each box: its SSDs, its arena, and its part of the placement."""
-    root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
-    for box, stage in enumerate(stages):
-        ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
-        arena_dir = root / f"shm{box}"
-        arena_dir.mkdir(exist_ok=True)
-        for ssd_dir in map(Path, ssd_dirs):
-            if not ssd_dir.exists():
-                keep_calibration(ssd_dir)
-        own = dataclasses.replace(
-            place,
-            host_blocks=tuple(filter(stage.has, place.host_blocks)),
-            device_blocks=tuple(filter(stage.has, place.device_blocks)),
-            streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
-        )
-        boxes.append(
-            dataclasses.replace(
-                spec, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
-            )
-        )
-    return boxes
-
-
 def train(spec: JobSpec, stages: tuple[Stage, ...], **options: Any) -> None:
     first, *others = boxes_of(spec, stages)
     direct, partition = has_direct_io(Path(spec.model_dir)), make_partition(spec)
@@ -107,30 +85,36 @@ PLACES = {
 }
 # Groups of four, two and one micro-batches: one, two and four groups. Every precision occurs.
 QUICK = [
-    (Precision.FP32, None, "SSDs", 1, "2-3", 1),
-    (Precision.FP16, 0.5, "gradients on SSDs", 1, "1-3-1", 2),
-    (Precision.BF16, None, "mixed", 1, "4-1", 4),
+    ("apart", Precision.FP32, None, "SSDs", 1, "2-3", 1),
+    ("tied", Precision.FP16, 0.5, "gradients on SSDs", 1, "1-3-1", 2),
+    ("apart", Precision.BF16, None, "mixed", 1, "4-1", 4),
+    ("tied", Precision.BF16, None, "mixed", 2, "2-3", 1),
 ]
 ALL = [
     case
-    for case in product(Precision, (None, 0.5), PLACES, (1, 2), STAGES, (1, 2, 4))
-    if case[2] != "gradients on SSDs" or case[1] is not None or case[0] is Precision.FP16
+    for case in product(("apart", "tied"), Precision, (None, 0.5), PLACES, (1, 2), STAGES, (1, 2, 4))
+    if case[3] != "gradients on SSDs" or case[2] is not None or case[1] is Precision.FP16
 ]
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip_norm", "place", "lanes", "division", "group_size"),
+    ("embeddings", "precision", "clip_norm", "place", "lanes", "division", "group_size"),
     [
         *(pytest.param(*case, id="-".join(map(str, case))) for case in QUICK),
         *(
             pytest.param(*case, marks=pytest.mark.long, id="-".join(map(str, case)))
-            for case in [(Precision.BF16, 0.5, "some params stay", 2, "2-1-2", 1), *random.Random(1).sample(ALL, 40)]
+            for case in [
+                ("apart", Precision.BF16, 0.5, "some params stay", 2, "2-1-2", 1),
+                ("tied", Precision.FP32, 0.5, "host memory", 1, "2-1-2", 2),
+                *random.Random(1).sample(ALL, 60),
+            ]
             if case not in QUICK
         ),
     ],
 )
 def test_the_number_of_boxes_changes_no_bit(
     tmp_path: Path,
+    embeddings: str,
     precision: Precision,
     clip_norm: float | None,
     place: str,
@@ -139,6 +123,7 @@ def test_the_number_of_boxes_changes_no_bit(
     group_size: int,
 ) -> None:
     changes: dict[str, Any] = {
+        "tied": embeddings == "tied",
         "precision": precision,
         "clip_norm": clip_norm,
         "lanes": lanes,
@@ -177,7 +162,10 @@ def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: 
     run(tmp_path / "several", STAGES["2-3"], 1, placement=placement).assert_equals(one)
 
 
-def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool
+) -> None:
     broken, found = set[int](), []
     cross_entropy = F.cross_entropy
 
@@ -187,7 +175,9 @@ def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, mo
 
     monkeypatch.setattr(F, "cross_entropy", break_some)
     for division in ((Stage(0, 5),), STAGES["2-3"]):
-        spec = grouped(job(tmp_path / f"{len(division)}", precision=Precision.FP16, total_steps=4, lanes=1), 2)
+        spec = grouped(
+            job(tmp_path / f"{len(division)}", precision=Precision.FP16, total_steps=4, lanes=1, tied=tied), 2
+        )
         hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
         batch = dataset.batch(2, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         broken.add(int(batch[2].targets.clamp(min=0).sum()))  # in the second group
@@ -200,8 +190,21 @@ def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, mo
     several.assert_equals(one)
 
 
-def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "evaluate_every": None, "total_steps": 4}
+@pytest.mark.parametrize(
+    ("tied", "evaluate_every"),
+    [(True, None), *(pytest.param(tied, 2, marks=pytest.mark.long) for tied in (False, True))],
+)
+def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(
+    tmp_path: Path, *, tied: bool, evaluate_every: int | None
+) -> None:
+    """With evaluations, that of the last commit is repeated at the start of an attempt."""
+    changes: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "clip_norm": 0.5,
+        "tied": tied,
+        "evaluate_every": evaluate_every,
+        "total_steps": 4,
+    }
     whole = run(tmp_path / "whole", **changes)
     spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
 
@@ -231,8 +234,10 @@ def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: P
     Run.of(spec).assert_equals(whole)
 
 
-def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3}
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_messages_that_are_late_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool) -> None:
+    monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)  # a shared embedding has more chunks than slots to receive them
+    changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3, "tied": tied}
     one = run(tmp_path / "one", **changes)
     choose = random.Random(7)
 
@@ -277,21 +282,37 @@ def test_boxes_compute_at_once(tmp_path: Path) -> None:
     assert length(intersect(here, there)) > 0
 
 
+HIDDEN = r"the results of box \d .* in step 2, group \d"
+SHARED = r"(the embedding's params from box 0|the head's gradient of the embedding from box 1) in step 2"
+
+
 @pytest.mark.parametrize(
-    "lost",
-    [OfferSpan, pytest.param(PullSpan, marks=pytest.mark.long), pytest.param(SpanPulled, marks=pytest.mark.long)],
+    ("lost", "named"),
+    [
+        (OfferSpan, HIDDEN),
+        *(
+            pytest.param(lost, named, marks=pytest.mark.long)
+            for lost, named in ((PullSpan, HIDDEN), (SpanPulled, HIDDEN), (OfferSpan, SHARED), (SpanPulled, SHARED))
+        ),
+    ],
 )
 def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
-    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lost: type[Message], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
+    is_shared = named == SHARED
+    changes: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "evaluate_every": None,
+        "total_steps": 3,
+        "tied": is_shared,
+    }
     whole, num_left = run(tmp_path / "whole", **changes), 3
     spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
 
     def losing(original: Callable[..., None]) -> Callable[..., None]:
         def call(self: Any, message: Message, *args: Any) -> None:
             nonlocal num_left
-            if isinstance(message, lost) and message.step == 2:
+            if isinstance(message, lost) and message.step == 2 and message.crossing.is_shared is is_shared:
                 num_left -= 1
                 if num_left == 0:
                     return
@@ -300,20 +321,22 @@ def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
         return call
 
     monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
-    monkeypatch.setattr(StageEdges, "take", losing(StageEdges.take))
+    for end in (StageEdges, SharedParams):
+        monkeypatch.setattr(end, "take", losing(end.take))
     first, *others = (dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"]))
     options: dict[str, Any] = {"partition": make_partition(spec), "direct": has_direct_io(tmp_path)}
     outcome = run_local(first, other_boxes=others, **options)
     assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
     told = outcome["error"]["message"]
-    assert re.search(r"the results of box \d .* in step 2, group \d; that box or the link to it is stuck", told), told
+    assert re.search(f"{named}; that box or the link to it is stuck", told), told
     train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
     Run.of(spec).assert_equals(whole)
 
 
-def test_tied_blocks_on_different_boxes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"blocks \[0, 4\] share tensors, and are on different boxes"):
-        train(job(tmp_path / "job", tied=True), STAGES["2-3"])
+def test_tied_blocks_on_boxes_with_several_gpus_are_refused(tmp_path: Path) -> None:
+    spec = dataclasses.replace(job(tmp_path / "job", tied=True), num_ranks=2)
+    with pytest.raises(PlanError, match=r"embedding and head share tensors and are on different boxes, .* 2 GPUs"):
+        train(spec, STAGES["2-3"])
 
 
 def test_stages_that_leave_out_blocks_are_refused(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_a_pull_tells_how_many_bytes_came_or_that_they_are_too_many(
     specs = specs_of()
     crossing = Crossing(Step(1), Phase.FORWARD, BlockIndex(2), 0, 0)
     common: dict[str, Any] = {"job": specs[0].job, "step": Step(1), "crossing": crossing}
-    offer = OfferSpan(**common, reply_to=gpu_worker_name(0), span=Span(0, offered))
+    offer = OfferSpan(**common, reply_to=gpu_worker_name(0), box=1, span=Span(0, offered))
     pull = PullSpan(**common, reply_to=GPU, box=0, span=Span(0, 4096))
     with ExitStack() as stack:
         links = [BoxLink(spec, end) for spec, end in zip(specs, ends(tmp_path / "links", 2), strict=True)]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.storage.links import quick
-from tests.support.training import has_direct_io, leftovers_of
+from tests.support.training import boxes_of, has_direct_io, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import ends
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, OfferSpan, Phase, StoreCommitted
 from windlass.actors.runtime.boxes.box_link import LinkEnd
@@ -26,7 +26,7 @@ from windlass.actors.scheduler import ActorLostError
 from windlass.storage.ids import ActorName, Attempt, Precision
 
 _WAIT_S = 60.0
-CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "tied": True}
 
 
 def _serve(specs: Sequence[JobSpec], box: int, end: LinkEnd, dies_at: Callable[[ActorName, Message], bool]) -> None:

@@ -99,9 +99,19 @@ def test_boxes_with_an_unknown_network_are_refused() -> None:
         plans_over_boxes([kind_of(with_part(server(), network_gb_per_s=None), 2)])
 
 
-def test_a_model_with_tied_embeddings_is_refused() -> None:
+def test_tied_embeddings_and_their_gradients_cross_the_network_once_a_step() -> None:
     tied = SHAPE.model_copy(update={"tied_embeddings": True})
-    kind = kind_of(server(), 2, shape=tied)
-    with pytest.raises(StagesError, match="share a tensor"):
-        plans_over_boxes([kind])
-    assert plans_over_boxes([replace(kind, number=1)])
+    plans = by_number(plans_over_boxes([kind_of(server(), 2, shape=tied)]))
+    assert set(plans) == {1, 2}
+    sum_nbytes = 4 * SHAPE.vocab_size * SHAPE.hidden_size  # fp32, of the box with the head
+    assert plans[2].network_gb_per_step == pytest.approx((HIDDEN_NBYTES + sum_nbytes) / 1e9)
+    assert plans[1].network_gb_per_step == 0.0
+
+
+def test_tied_embeddings_on_boxes_with_several_gpus_are_refused() -> None:
+    tied = SHAPE.model_copy(update={"tied_embeddings": True})
+    hardware = with_part(server(), gpus=with_part(server().gpus, count=2))
+    with pytest.raises(StagesError, match=r"share a tensor, .* boxes with 2 GPUs"):
+        plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2)])
+    plans = by_number(plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2, chooses_ranks=True)]))
+    assert plans[2].gpus == 1
