@@ -223,9 +223,8 @@ def test_gpu_streams_report_results_from_their_own_threads(
     assert not any("compute" in thread.name or "GradOffload" in thread.name for thread in (computed, offloaded))
 
 
-@pytest.mark.parametrize(
-    "job", ["lanes", *(pytest.param(job, marks=pytest.mark.long) for job in ("groups", "gradients in one memory"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["groups", "lanes", "gradients in one memory"])
 def test_boxes_with_gpu_streams_share_an_embedding(
     tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,5 +113,11 @@ def test_tied_embeddings_on_boxes_with_several_gpus_are_refused() -> None:
     hardware = with_part(server(), gpus=with_part(server().gpus, count=2))
     with pytest.raises(StagesError, match=r"share a tensor, .* boxes with 2 GPUs"):
         plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2)])
+
+
+@pytest.mark.long
+def test_tied_embeddings_are_planned_for_one_gpu_of_each_of_several_boxes() -> None:
+    tied = SHAPE.model_copy(update={"tied_embeddings": True})
+    hardware = with_part(server(), gpus=with_part(server().gpus, count=2))
     plans = by_number(plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2, chooses_ranks=True)]))
     assert plans[2].gpus == 1
