@@ -162,10 +162,8 @@ def section(*, quick: bool) -> tuple[str, dict[str, float]]:
     page = Page("")
     page.add(
         _SECTION,
-        "**All numbers below are planned. None is measured, and no such job was run.** The service cannot run a job "
-        "over several machines yet, so you cannot submit one. The engine has run jobs in stages on one machine only, "
-        "whose threads or processes stood for the boxes ([decision 51](decisions/0051-stages.md)). Each box has a run "
-        "of the model's blocks, with their states. Only hidden states and their gradients pass between boxes. How a "
+        "**All numbers below are planned. None is measured.** Jobs over several boxes have run on one machine only, "
+        "whose namespaces, processes or threads stood for the boxes ([decision 51](decisions/0051-stages.md)). How a "
         "step's time follows from the cost model is in [decision 53](decisions/0053-plans-over-boxes.md). For your "
         "model and boxes:",
     )

@@ -43,7 +43,7 @@ def _parts_of(grad: GradBuffer, slots: Sequence[Span]) -> SumParts:
 class PartialGrads:
     """Stores one gradient sum for each use of a block's params, each in its own slots.
 
-    Sums of device blocks stay on the device.
+    Sums of device blocks, and of blocks of other boxes, stay on the device.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class PartialGrads:
             self._passing = sums, lanes
         self._changed = threading.Condition()
         # Sums of blocks whose gradients leave in pieces return in pieces, too: see `streamed_grads`.
-        self._sums = ReturningSums((*context.plan.device_blocks, *context.plan.grad_streamed_blocks))
+        self._sums = ReturningSums(
+            (*context.plan.device_blocks, *context.plan.grad_streamed_blocks, *context.layout.borrowed)
+        )
         self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
         # The sums of the first expected operation, each with the event after its copy.
         self._back: dict[Use, tuple[GradBuffer, Event]] = {}

@@ -113,7 +113,9 @@ class GradOffload:
         self._writes_left = Countdown()  # by step and block
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
-        self._sums = GradSums(context.layout.shared, context.plan.device_blocks)
+        self._borrowed = context.layout.borrowed
+        # The sum for a block of another box leaves once a step. Until then its buffer has no other use.
+        self._sums = GradSums(context.layout.shared, {*context.plan.device_blocks, *self._borrowed})
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
         self._permits = Permits(token, context.plan.num_grad_buffers)
@@ -201,11 +203,17 @@ class GradOffload:
         for use in self._sums.pass_on(operation):
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
-    def complete(self, block: BlockIndex, on_complete: Callable[[torch.Tensor | NormInParts], object]) -> None:
+    def complete(
+        self,
+        block: BlockIndex,
+        on_complete: Callable[[torch.Tensor | NormInParts], object],
+        received: Sequence[GradBuffer] = (),
+    ) -> None:
         """Completes a block's gradient after its last operation.
 
         `on_complete` is run on the compute stream with the gradient in its final type, because the conversion may
-        overflow. Of a gradient that has left in pieces it gets the norm.
+        overflow. Of a gradient that has left in pieces it gets the norm. `received`: sums of other boxes, which are
+        added. The sum of two numbers does not depend on their order, so its bits are those of one box.
         """
         if block in self._in_pieces:
             norm = self._streamed.end(block)
@@ -216,7 +224,7 @@ class GradOffload:
         (grad, *others), compute = map(self._buffers.pop, self._sums.complete(block)), self._device.compute
 
         def finish() -> None:
-            for other in others:
+            for other in (*others, *received):
                 grad.merge(other, params)
             grad.finish(params)
 
@@ -230,6 +238,16 @@ class GradOffload:
         compute.run(functools.partial(on_complete, flat))
         with self._lock:
             self._complete[block] = _Complete(flat, compute.record())
+
+    def hand_over(self, operation: ComputeBlock, send: Callable[[GradBuffer], None]) -> None:
+        """Passes an operation's sums for blocks of other boxes to `send`, in the step's last group.
+
+        `send` queues their copies on the device-to-host stream.
+        """
+        for use in self._sums.complete_for_others(operation.block, self._borrowed):
+            grad = self._buffers.pop(use)
+            send(grad)
+            self._give(grad.flat, self._device.d2h)
 
     def backward_over(self, step: int) -> None:
         """Sends the spans of a step once all its gradients are complete."""

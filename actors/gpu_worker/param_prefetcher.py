@@ -113,7 +113,7 @@ class ParamFeed:
         """`ask` sends a message to the param server. `rank` is that of the GPU worker.
 
         `resident` returns a block's params on the device, or the master from which they are derived. It returns None
-        for blocks that are not resident there.
+        for blocks that are not resident there. Params of other boxes count as resident.
         """
         self._context = context
         self._spans = spans
@@ -140,7 +140,7 @@ class ParamFeed:
         num_buffers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
-            resident=context.formats.lent(context.plan.device_blocks),
+            resident=(*context.formats.lent(context.plan.device_blocks), *context.layout.borrowed),
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers = DeviceBuffers(

@@ -7,7 +7,7 @@ It has these threads; `post` only passes messages to them:
 - one copies gradient sums back (`grad_accumulation`),
 - one updates the states that are resident on the device (`device_optimizer`).
 
-If the job runs on several boxes, hidden states and their gradients come from other boxes (`stage_edges`).
+If the job runs on several boxes, hidden states, their gradients and shared params come from other boxes (`edges`).
 
 Messages with the scheduler are about blocks; those with SSD servers and optimizers are about chunks.
 
@@ -32,6 +32,7 @@ from windlass.actors.gpu_worker.activation_memory_check import (
 )
 from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
+from windlass.actors.gpu_worker.edges import SharedParams, StageEdges
 from windlass.actors.gpu_worker.grad_offload import GradOffload
 from windlass.actors.gpu_worker.kernel_selection import choose_kernels
 from windlass.actors.gpu_worker.memory_usage import (
@@ -42,7 +43,6 @@ from windlass.actors.gpu_worker.memory_usage import (
 )
 from windlass.actors.gpu_worker.operation import LaunchedOperation
 from windlass.actors.gpu_worker.param_prefetcher import Fetch, ParamFeed
-from windlass.actors.gpu_worker.stage_edges import StageEdges
 from windlass.actors.job import (
     SCHEDULER,
     JobContext,
@@ -213,6 +213,8 @@ class GpuWorker:
         longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
         self._computation = Computation(self.runner, self.device, group_size, self._activations, self.context.stage)
         self._edges = StageEdges(self.context, self.device, self._tensors, self.send, rank=self.rank)
+        names = self.partition.names_used(self.partition.head, 0)
+        self._shared = SharedParams(self.context, self.device, self._tensors, self.send, names=names)
         self._grads = GradOffload(
             self.context,
             self.device,
@@ -238,7 +240,7 @@ class GpuWorker:
         if (kernel := self._states.kernel) is not None:
             self.send(SCHEDULER, KernelChosen(job=self.spec.job, step=Step(0), actor=self.name, kernel=kernel))
         self._feed = ParamFeed(
-            self.context, self.device, self._tensors, self.rank, self._ask_for_params, self._states.params, self._spans
+            self.context, self.device, self._tensors, self.rank, self._ask_for_params, self._params_here, self._spans
         )
         self._params = None
         if self.context.param_server == self.name:
@@ -260,6 +262,7 @@ class GpuWorker:
                 with self._lock:
                     for operation in message.operations:  # before their turn, because networks are slow
                         self._edges.expect(operation, self._num_microbatches_of(operation))
+                        self._shared.expect(operation)
                     self._begin(self._window.grant(message.operations))
             case CommitReached():
                 self._grads.commit_reached(message.step)
@@ -272,7 +275,7 @@ class GpuWorker:
             case SumPassed():
                 self._grads.take_sum(message)
             case SpanPulled() | OfferTaken():
-                self._edges.take(message)
+                (self._shared if message.crossing.is_shared else self._edges).take(message)
             case SumTaken():
                 self._grads.sum_taken(message)
             case GradSlotsReleased():
@@ -325,6 +328,11 @@ class GpuWorker:
         if len(self.spec.stages) > 1:
             text = f"box {self.spec.box}: {text}"
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+
+    def _params_here(self, block: BlockIndex) -> torch.Tensor | None:
+        """Returns params that need no prefetch: they are resident on the device, or come from another box."""
+        shared = self._shared.params(block)
+        return self._states.params(block) if shared is None else shared
 
     def _ask_for_params(self, message: Message) -> None:
         if self._params is None:
@@ -397,12 +405,15 @@ class GpuWorker:
         compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads, received))
         del received
         operation.computed = compute.record()
+        self._shared.send_params(message, flats[message.block])
         for fetch in fetches:
             self._feed.release(fetch)
         if operation.goes_backward:
             self._grads.end_lanes(message)
         if operation.goes_backward and operation.is_last:
-            self._grads.complete(message.block, functools.partial(self._sum_squares, operation))
+            sums_of_others = self._shared.received_sums(message)
+            self._grads.complete(message.block, functools.partial(self._sum_squares, operation), sums_of_others)
+            self._grads.hand_over(message, functools.partial(self._shared.send_sum, message))
         elif operation.goes_backward:
             self._grads.queue_partial_sums(message)
         compute.run(operation.download)
@@ -505,11 +516,16 @@ class GpuWorker:
         return len(self.spec.stages) > 1 and computed.block == last
 
     def _receive(self, operation: LaunchedOperation) -> list[torch.Tensor]:
-        """Returns what an operation takes from another box: hidden states, or their gradients."""
+        """Returns what an operation takes from another box: hidden states, or their gradients.
+
+        What it takes of shared params stays in its buffer.
+        """
         message, start_s = operation.message, time.monotonic()
-        if self._edges.source_of(message) is None:
+        takes_results = self._edges.source_of(message) is not None
+        if not takes_results and not self._shared.takes(message):
             return []
-        received = self._edges.receive(message, self._shapes_of(message))
+        received = self._edges.receive(message, self._shapes_of(message)) if takes_results else []
+        self._shared.wait_for(message)
         operation.waited(SpanKind.WAIT_BOX, message.block, start_s)
         return received
 

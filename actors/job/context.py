@@ -182,6 +182,15 @@ class CoreContext:
         return stage_of(self.spec, len(self.layout.blocks))
 
     @property
+    def whole_layout(self) -> ModelLayout:
+        """The model's layout with the chunks of all boxes."""
+        return self.layout.of_blocks(0, len(self.layout.blocks))
+
+    def box_of_block(self, block: int) -> int:
+        """Returns the index of the box that has a block."""
+        return next((box for box, stage in enumerate(self.spec.stages) if stage.has(block)), 0)
+
+    @property
     def num_groups_in_flight(self) -> int:
         """The number of a GPU worker's groups whose activations are on the device at once."""
         num_rounds = -(-self.plan.num_groups // self.spec.num_ranks)
@@ -342,7 +351,8 @@ def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
     """Returns the layout as the specification's box sees it.
 
     Raises:
-        PlanError: the stages do not divide the model's blocks, or cut between blocks that share tensors.
+        PlanError: the stages do not divide the model's blocks, or cut between blocks that share tensors and are not
+            the embedding and the head, or boxes with several GPUs share tensors.
     """
     if not spec.stages:
         return layout
@@ -350,15 +360,23 @@ def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
         check_stages(spec.stages, len(layout.blocks))
     except ValueError as error:
         raise PlanError(str(error)) from error
-    stage = spec.stages[spec.box]
+    box_of_block = [box for box, stage in enumerate(spec.stages) for _ in range(*stage)]
+    head = len(layout.blocks) - 1
     for blocks in layout.shared:
-        if len({stage.has(block) for block in blocks}) > 1:
+        if len({box_of_block[block] for block in blocks}) == 1:
+            continue
+        if tuple(blocks) != (head, 0):
             raise PlanError(
-                f"blocks {sorted(blocks)} share tensors, and are on different boxes (box {spec.box} has blocks "
-                f"{stage.first} to {stage.stop - 1}): that is not supported yet; train a model whose embedding and "
-                "head are not tied, or on one box"
+                f"blocks {sorted(blocks)} share tensors, and are on different boxes: only the embedding and the head "
+                "may; choose stages that keep these blocks together"
             )
-    return layout.of_blocks(*stage)
+        if spec.num_ranks > 1:
+            raise PlanError(
+                f"embedding and head share tensors and are on different boxes, and each box has {spec.num_ranks} GPUs: "
+                "that is not supported yet; give the job one GPU on each box, or one box",
+                param="windlass.gpus",
+            )
+    return layout.of_blocks(*spec.stages[spec.box])
 
 
 def make_context(
@@ -439,4 +457,6 @@ def _crossings_of(spec: JobCore, layout: ModelLayout) -> Crossings:
     return Crossings(
         num_neighbours=(spec.box > 0) + (spec.box + 1 < len(spec.stages)),
         microbatch_nbytes=num_tokens * layout.hidden_size * training.formats.precision.itemsize,
+        num_lent_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.lent),
+        num_borrowed_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.borrowed),
     )

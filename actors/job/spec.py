@@ -59,13 +59,17 @@ class JobCore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(JobCore):
-    """One attempt at a job. Paths are absolute and the same on every node."""
+    """One attempt at a job, as one of its boxes sees it. Paths are absolute, and are those of the box.
+
+    The boxes of a job need no file system in common. Each has a copy of the model, the layout and the dataset. Only the
+    first box has the journal, the spans and the exported models.
+    """
 
     model_dir: str  # config, tokenizer, safetensors
     layout_file: str  # the model's blocks, written by `windlass.engine.checkpoint.check_model`
     dataset_dir: str  # the dataset, written by `windlass.engine.data.tokenize`
-    job_dir: str  # journal and logs
-    output_dir: str  # the final model's folder; checkpoints are written to `{output_dir}-step-{n}`
+    job_dir: str  # journal and logs; on other boxes than the first one logs only
+    output_dir: str  # the final model's folder, on the first box; checkpoints are written to `{output_dir}-step-{n}`
     ssd_dirs: tuple[str, ...]  # one SSD server each; empty: all states are in host memory, and a crash loses the job
     arena_dir: str = "/dev/shm"
     compute_threads: int = 1  # of the GPU worker's process

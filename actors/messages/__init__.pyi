@@ -36,6 +36,7 @@ from windlass.actors.messages.model import LoadProgressed as LoadProgressed
 from windlass.actors.messages.model import ModelExported as ModelExported
 from windlass.actors.messages.model import ModelKernelsChosen as ModelKernelsChosen
 from windlass.actors.messages.model import ModelLoaded as ModelLoaded
+from windlass.actors.messages.model import OfferParams as OfferParams
 from windlass.actors.messages.optimizer import BlockFlushed as BlockFlushed
 from windlass.actors.messages.optimizer import BlockUpdated as BlockUpdated
 from windlass.actors.messages.optimizer import FlushBlock as FlushBlock

@@ -1,24 +1,40 @@
-"""Messages between GPU workers and the link of their box, which moves bytes from other boxes.
+"""Messages between actors and the link of their box, which moves bytes from other boxes.
 
 The receiver pulls into a slot that it has reserved. So memory is limited by slots, and a box that is ahead waits.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from windlass.actors.messages.base import Message
 from windlass.actors.messages.compute import Phase
-from windlass.storage.ids import ActorName, BlockIndex, Span, Step
+from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, Step
 
 
 class Crossing(NamedTuple):
-    """Names the hidden states of a micro-batch, or their gradient, by the operation on another box that takes them."""
+    """Names bytes that pass between two boxes.
+
+    Hidden states of a micro-batch, and their gradient, are named by the operation that takes them. So are chunks of the
+    params that embedding and head share, and of the head's gradient of them (`is_shared`). Params of a chunk, which the
+    first box exports, have no phase.
+    """
 
     step: Step
-    phase: Phase
+    phase: Phase | None
     block: BlockIndex
     group: int
-    microbatch: int  # index in the group
+    part: int  # the micro-batch's index in the group, or the chunk's in the block
+    is_shared: bool = False
+
+    @classmethod
+    def of_params(cls, step: Step, key: ChunkKey) -> Self:
+        """Names the params of a chunk after a step."""
+        return cls(step, None, key.block, 0, key.chunk)
+
+    @property
+    def is_export(self) -> bool:
+        """True if these are params of a chunk, which the first box exports."""
+        return self.phase is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +42,7 @@ class OfferSpan(Message):
     """Offers bytes in the arena to another box. They stay there until `OfferTaken`."""
 
     reply_to: ActorName
+    box: int  # index of the box that takes them
     crossing: Crossing
     span: Span  # only the bytes that are offered
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from windlass.actors.messages.base import Event, Message
-from windlass.storage.ids import Kernel, ModelKernel
+from windlass.storage.ids import ChunkKey, Kernel, ModelKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,13 @@ class ExportModel(Message):
 
     path: str
     copy_of: str | None = None  # path of an earlier export; if set, that one is copied instead
-    parts: tuple[str, ...] = ()  # exports of other boxes' params, which are complete; their files move to the folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferParams(Message):
+    """Asks an optimizer to offer a chunk's params of `step` to the first box, whose optimizer exports the model."""
+
+    key: ChunkKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Protocol
 
 from windlass.actors.job import JobContext
 from windlass.actors.lifecycle import ReportTimer
+from windlass.actors.optimizer.box_params import BoxParams
 from windlass.engine.checkpoint import copy_model_folder, folder_nbytes
+from windlass.engine.model import ModelLayout
 from windlass.storage.cancellation import CancelToken, Signal
-from windlass.storage.ids import ChunkKey, Span, StateKind, Step
+from windlass.storage.ids import ChunkKey, Span, Step
 from windlass.storage.memory import SlotPool
 
 
@@ -20,7 +23,6 @@ class ModelTask:
     """A load of the model's first states, or an export."""
 
     export_path: str | None  # None: a load
-    parts: tuple[str, ...] = ()  # see `ExportModel`
 
 
 class ModelWorker(Protocol):
@@ -39,8 +41,19 @@ class ModelWorker(Protocol):
         """Frees everything. Nothing is left of a task that is not finished."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coming:
+    """A chunk of an export."""
+
+    key: ChunkKey
+    slot: Span  # for its params
+    is_resident: bool  # the slot is its own
+    arrived: Signal
+    source: str  # for errors
+
+
 class ModelIo:
-    """Loads and exports the model for the first optimizer.
+    """Loads the blocks of a box, and exports the model, for the box's first optimizer. The first box exports.
 
     It never holds more than its slots. In a job without SSDs, it reads and writes the resident states of all optimizers
     in host memory.
@@ -53,6 +66,7 @@ class ModelIo:
         start_worker: Callable[[], ModelWorker],
         read: Callable[..., None],
         write: Callable[..., None],
+        boxes: BoxParams,
         token: CancelToken,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +78,7 @@ class ModelIo:
         self._prepared: ModelWorker | None = None
         self._read = read
         self._write = write
+        self._boxes = boxes
         self._resting = {} if context.spec.ssd_dirs else context.host_slots()
         self._token = token
         self._clock = clock
@@ -79,23 +94,19 @@ class ModelIo:
             self._prepared = None
 
     def load(self, on_progress: Callable[[int], None] = lambda num_params: None) -> None:
-        """Writes the states of step 0 for all chunks.
+        """Writes the states of step 0 for all chunks of the box.
 
         `on_progress` is called every few seconds with the number of params so far.
         """
         timer, num_params = ReportTimer(), 0
         with self._working(ModelTask(export_path=None)) as worker:
-            for key in self._keys():
+            for key in _keys_of(self.context.layout):
                 self._token.check()
                 self._load_chunk(key, worker)
                 num_params += self.context.chunk_numel(key)
                 if timer.restart_if_due(self._clock()):
                     on_progress(num_params)
         self._slots.drain()  # every write is done then
-
-    def _keys(self) -> Iterator[ChunkKey]:
-        layout = self.context.layout
-        return (key for block in layout.blocks for key in layout.chunk_keys(block.index))
 
     def _load_chunk(self, key: ChunkKey, worker: ModelWorker) -> None:
         if self._resting:
@@ -111,9 +122,8 @@ class ModelIo:
         step: Step,
         copy_of: str | None = None,
         on_progress: Callable[[float], None] = lambda share: None,
-        parts: tuple[str, ...] = (),
     ) -> None:
-        """Writes the params of `step` as a Hugging Face folder with `parts`, or copies the folder `copy_of`.
+        """Writes the params of `step` as a Hugging Face folder, or copies the folder `copy_of`.
 
         `on_progress` is called every few seconds with the share that is written; 1 while the files are synced. A
         failure leaves nothing at `path`.
@@ -130,13 +140,59 @@ class ModelIo:
             nbytes = folder_nbytes(Path(copy_of))
             copy_model_folder(Path(copy_of), Path(path), links=True, on_progress=lambda done: note(done, nbytes))
             return
-        kind, num_params, total = self.context.formats.param_kind, 0, self.context.layout.numel
-        with self._working(ModelTask(export_path=path, parts=parts), on_synced=lambda: note(total, total)) as worker:
-            for key in self._keys():
-                with self._held(key, kind, step) as slot:
-                    worker.move(key, slot)
+        num_params, total = 0, self.context.whole_layout.numel
+        with self._working(ModelTask(export_path=path), on_synced=lambda: note(total, total)) as worker:
+            for key, slot in self._params_of(step):
+                worker.move(key, slot)
                 num_params += self.context.chunk_numel(key)
                 note(num_params, total)
+
+    def offer(self, key: ChunkKey, step: Step) -> None:
+        """Offers a chunk's params of `step` to the first box, which exports the model. It may wait for a slot."""
+        if self._resting:
+            self._boxes.offer(key, self._resting[key], step, lambda: None)
+            return
+        (slot,) = self._slots.acquire(1)
+
+        def arrived() -> None:
+            self._boxes.offer(key, slot, step, lambda: self._slots.release([slot]))
+
+        self._read(slot, key, (self.context.formats.param_kind,), step, arrived)
+
+    def _params_of(self, step: Step) -> Iterator[tuple[ChunkKey, Span]]:
+        """Yields the model's chunks in order, each with a slot that holds its params until the next one is asked for.
+
+        Meanwhile the next chunks come, as many as there are slots.
+        """
+        coming: deque[_Coming] = deque()
+        for key in _keys_of(self.context.whole_layout):
+            if len(coming) == self._slots.num_slots:
+                yield from self._await(coming.popleft(), step)
+            coming.append(self._request(key, step))
+        while coming:
+            yield from self._await(coming.popleft(), step)
+
+    def _request(self, key: ChunkKey, step: Step) -> _Coming:
+        """Requests a chunk's params from the SSDs or from another box."""
+        self._token.check()
+        arrived, is_own = Signal(self._token), self.context.layout.is_own(key.block)
+        if is_own and self._resting:
+            arrived.set()
+            return _Coming(key, self._resting[key], True, arrived, "")
+        (slot,) = self._slots.acquire(1)
+        if is_own:
+            self._read(slot, key, (self.context.formats.param_kind,), step, arrived.set)
+            return _Coming(key, slot, False, arrived, "the SSDs; check the disks")
+        self._boxes.pull(key, slot, step, arrived.set)
+        box = self.context.box_of_block(key.block)
+        return _Coming(key, slot, False, arrived, f"box {box}; that box or the link to it is stuck")
+
+    def _await(self, chunk: _Coming, step: Step) -> Iterator[tuple[ChunkKey, Span]]:
+        """Yields a chunk with its slot when its params are there. Then its slot is free."""
+        chunk.arrived.wait(f"{chunk.key} of step {step}, from {chunk.source}")
+        yield chunk.key, chunk.slot
+        if not chunk.is_resident:
+            self._slots.release([chunk.slot])
 
     @contextlib.contextmanager
     def _working(self, task: ModelTask, on_synced: Callable[[], None] = lambda: None) -> Iterator[ModelWorker]:
@@ -147,16 +203,6 @@ class ModelIo:
             yield worker
             worker.finish(on_synced)
 
-    @contextlib.contextmanager
-    def _held(self, key: ChunkKey, kind: StateKind, step: Step) -> Iterator[Span]:
-        """Yields the slot with a state of a chunk, which stays valid during the context."""
-        self._token.check()
-        if self._resting:
-            yield self._resting[key]
-            return
-        (slot,) = self._slots.acquire(1)
-        arrived = Signal(self._token)
-        self._read(slot, key, (kind,), step, arrived.set)
-        arrived.wait(f"{key} of step {step}, from the SSDs; check the disks")
-        yield slot
-        self._slots.release([slot])
+
+def _keys_of(layout: ModelLayout) -> Iterator[ChunkKey]:
+    return (key for block in layout.blocks for key in layout.chunk_keys(block.index))

@@ -50,18 +50,17 @@ class ModelMover:
 
     def begin(self, task: ModelTask) -> None:
         """Opens the model's folder for a load, or makes one for an export."""
-        spec, layout = self._context.spec, self._context.layout
-        precision = self._context.formats.precision
+        spec, precision = self._context.spec, self._context.formats.precision
         config = load_config(spec.model_dir)
         if task.export_path is not None:
-            dtype = TORCH_DTYPE[precision]
-            self._exporter = ModelExporter(spec.model_dir, layout, config, task.export_path, dtype, parts=task.parts)
+            layout, dtype = self._context.whole_layout, TORCH_DTYPE[precision]
+            self._exporter = ModelExporter(spec.model_dir, layout, config, task.export_path, dtype)
             return
         model = build_meta_model(config, precision)
         if spec.training.initialization is Initialization.WEIGHTS:
-            self._source = CheckpointReader(spec.model_dir, layout, model)
+            self._source = CheckpointReader(spec.model_dir, self._context.layout, model)
         else:
-            self._source = BlockInitializer(model, layout, spec.training.seed)
+            self._source = BlockInitializer(model, self._context.layout, spec.training.seed)
 
     def move(self, key: ChunkKey, slot: Span) -> None:
         """Moves one chunk into its slot, or from there to the folder."""

@@ -31,14 +31,18 @@ from windlass.actors.messages import (
     Message,
     ModelExported,
     ModelLoaded,
+    OfferParams,
+    OfferTaken,
     RestoreStates,
     SkipStep,
     SpanKind,
+    SpanPulled,
     StatesRestored,
     UpdateBlock,
     UpdateStep,
     UserMessage,
 )
+from windlass.actors.optimizer.box_params import BoxParams
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.optimizer.model_io import ModelIo, ModelWorker
@@ -54,7 +58,7 @@ from windlass.storage.memory import Arena, SlotPool
 RESTORE_DEPTH = 4
 
 
-_Command = FlushBlock | RestoreStates | LoadModel | ExportModel
+_Command = FlushBlock | RestoreStates | LoadModel | ExportModel | OfferParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +70,7 @@ class _ChunkUpdate:
 
 
 class CpuOptimizer:
-    """Updates its share of the chunks. The first of the pool also loads and exports the model."""
+    """Updates its share of the chunks. The first of a box's pool also loads and exports the model, see `ModelIo`."""
 
     def __init__(
         self,
@@ -127,7 +131,10 @@ class CpuOptimizer:
         self._threads.resources.callback(arena.close)
         self._tensors = TensorArena.of(arena)
         self._threads.resources.callback(self._tensors.release)
-        self._model_io = ModelIo(self.context, self._slots, start_model_worker, self.read, self.write, self._token)
+        self._box_params = BoxParams(self.name, self.context, self.send)
+        self._model_io = ModelIo(
+            self.context, self._slots, start_model_worker, self.read, self.write, self._box_params, self._token
+        )
         self._threads.resources.callback(self._model_io.close)
         if self.name == self.context.optimizers[0] and self.spec.attempt == 1:  # it loads the initial weights
             self._model_io.prepare()
@@ -141,8 +148,10 @@ class CpuOptimizer:
             case GradOffloaded() | UpdateStep() | SkipStep():
                 with self._lock:
                     self._carry_out(self._update_queue.add(message))
-            case FlushBlock() | RestoreStates() | LoadModel() | ExportModel():
+            case FlushBlock() | RestoreStates() | LoadModel() | ExportModel() | OfferParams():
                 self._pipeline.call(partial(self._run, message))
+            case SpanPulled() | OfferTaken():
+                self._box_params.take(message)
             case ChunkIoDone():
                 self._io.take(message)
             case DescribeStatus():
@@ -210,10 +219,12 @@ class CpuOptimizer:
                 self.send(SCHEDULER, ModelLoaded(job=self.spec.job, step=Step(0), actor=self.name))
             case ExportModel():
                 self._model_io.export(
-                    message.path, message.step, message.copy_of, partial(self._tell_exported, message), message.parts
+                    message.path, message.step, message.copy_of, partial(self._tell_exported, message)
                 )
                 exported = ModelExported(job=self.spec.job, step=message.step, actor=self.name, path=message.path)
                 self.send(SCHEDULER, exported)
+            case OfferParams():
+                self._model_io.offer(message.key, message.step)
         release_team()  # because another actor in the same process may compute on the CPU
 
     def _flush(self, message: FlushBlock) -> None:

@@ -15,7 +15,7 @@ class StageActors:
 
     blocks: Stage
     gpu_workers: tuple[ActorName, ...]  # by rank
-    optimizers: tuple[ActorName, ...]  # the first one loads and exports the box's blocks
+    optimizers: tuple[ActorName, ...]  # the first one loads the box's blocks; that of the first box exports the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class SchedulerConfig:
 
     @property
     def model_movers(self) -> tuple[ActorName, ...]:
-        """The optimizers that load and export the blocks of their boxes: the first one of each box."""
+        """The optimizers that load the blocks of their boxes: the first one of each box. The first box's exports."""
         return tuple(stage.optimizers[0] for stage in self.stages)
 
     def grads_worker(self, stage: StageActors) -> ActorName:
@@ -170,12 +170,6 @@ class SchedulerConfig:
     def path_of_checkpoint(self, step: int) -> str:
         """Returns the folder of a checkpoint, next to the output folder of the final model."""
         return f"{self.output_dir}-step-{step}"
-
-
-def part_of_export(path: str, step: int, actor: ActorName) -> str:
-    """Returns the folder of a box's part of an export to `path`, which the first box joins with the others."""
-    folder, _, name = path.rpartition("/")
-    return f"{folder}/.{name}.step-{step}.{actor.replace('/', '.')}.part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

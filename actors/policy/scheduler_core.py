@@ -15,7 +15,7 @@ an evaluation whose result can request a checkpoint or end the job.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.actors.messages import (
@@ -43,7 +43,7 @@ from windlass.actors.messages import (
 from windlass.actors.policy.block_states import BlockInStep, BlockState
 from windlass.actors.policy.clipping import clip_scale
 from windlass.actors.policy.commits import Commits
-from windlass.actors.policy.config import Operation, SchedulerConfig, part_of_export
+from windlass.actors.policy.config import Operation, SchedulerConfig
 from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pending_replies import (
     Instruction,
@@ -127,9 +127,8 @@ class Pipeline:
         self._to_restore = {actor for block in config.flushed_blocks for actor in config.holders(block)}
         self._restoring = False
         self._loading: set[ActorName] = set()  # actors that load the blocks of their boxes
-        self._exporting: set[ActorName] = set()  # actors that export the blocks of their boxes
+        self._exporting = False
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
-        self._exported_parts: Step | None = None  # the step of which the other boxes export their parts, or have
         self._stopped = False
         self._evaluated_to = (Step(0), 0, BlockIndex(0))  # the position of the last operation that any rank has begun
         self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
@@ -395,10 +394,7 @@ class Pipeline:
 
     def _on_model_exported(self, event: ModelExported) -> list[Action]:
         self.waits.resolve(ModelExported, event.step, event.actor)
-        self._exporting.remove(event.actor)
-        if event.actor != self.config.model_movers[0]:
-            return []  # the first box joins the parts of all boxes, when each has exported its own
-        self._exported_parts = None
+        self._exporting = False
         self._to_export.discard(event.step)
         for rank in self._ranks.values():
             rank.exported(event.step)
@@ -587,20 +583,9 @@ class Pipeline:
         is_final = operation.step == self.final_step
         path = self.config.output_dir if is_final else self.config.path_of_checkpoint(operation.step)
         copy_of = self._final_copy_of if is_final else None
-        first, *others = self.config.model_movers
-        if copy_of is not None:
-            others = []
-        parts = {actor: part_of_export(path, operation.step, actor) for actor in others}
-        whole = ExportModel(
-            job=self.config.job, step=operation.step, path=path, copy_of=copy_of, parts=tuple(parts.values())
-        )
-        if others and self._exported_parts != operation.step:
-            self._exporting = set(others)
-            self._exported_parts = operation.step  # when all of these have answered
-            messages = {actor: replace(whole, path=part, parts=()) for actor, part in parts.items()}
-            return [Instruction(actor, message) for actor, message in messages.items()]
-        self._exporting = {first}
-        return [Instruction(first, whole)]
+        self._exporting = True
+        message = ExportModel(job=self.config.job, step=operation.step, path=path, copy_of=copy_of)
+        return [Instruction(self.config.model_movers[0], message)]
 
     def _await_update(self, block: BlockInStep) -> list[Action]:
         """Waits for the update of a block, as its gradient is there and the actors may update it."""

@@ -400,8 +400,6 @@ class Scheduler:
 
     def _on_exported(self, event: ModelExported) -> None:
         self.pipeline.waits.require(ModelExported, event.step, event.actor)
-        if event.actor != self.pipeline.config.model_movers[0]:
-            return  # a part, which the first box will join with the others
         is_last = event.path == self.spec.output_dir
         if is_last and self.pipeline.copies_final_model:
             return  # it is a copy of a checkpoint that was already reported

@@ -23,6 +23,7 @@ from windlass.actors.worker_policy.stages import GroupPass as GroupPass
 from windlass.actors.worker_policy.stages import Stage as Stage
 from windlass.actors.worker_policy.stages import check_stages as check_stages
 from windlass.actors.worker_policy.stages import num_groups_ahead as num_groups_ahead
+from windlass.actors.worker_policy.stages import params_version as params_version
 from windlass.actors.worker_policy.stages import passes_of_step as passes_of_step
 from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD as GRANTED_AHEAD
 from windlass.actors.worker_policy.worker_queues import REPORT_EVERY as REPORT_EVERY

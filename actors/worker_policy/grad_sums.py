@@ -30,7 +30,11 @@ class GradSums:
     """The sums that are on the device. Not thread-safe."""
 
     def __init__(self, shared: Sequence[Sequence[BlockIndex]], device_blocks: Collection[int]) -> None:
-        """`shared`: per block, the blocks whose params its operation reads. `device_blocks`: states on the device."""
+        """`shared`: per block, the blocks whose params its operation reads.
+
+        `device_blocks`: blocks whose sums stay on the device between groups. Their states are on the device, or on
+        another box.
+        """
         self._shared = shared
         self._device_blocks = device_blocks
         self._here: set[Use] = set()
@@ -55,6 +59,12 @@ class GradSums:
     def pass_on(self, operation: ComputeBlock) -> list[Use]:
         """Removes and returns the sums of an operation that go to host memory, for the next group."""
         uses = leaving_sums(operation, self._device_blocks)
+        self._here.difference_update(uses)
+        return uses
+
+    def complete_for_others(self, user: BlockIndex, borrowed: Collection[int]) -> list[Use]:
+        """Removes and returns the sums of a block's operation for blocks of other boxes, `borrowed`."""
+        uses = [(user, block) for block in self._shared[user] if block in borrowed]
         self._here.difference_update(uses)
         return uses
 

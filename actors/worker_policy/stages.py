@@ -58,6 +58,11 @@ class Stage(NamedTuple):
         return None
 
 
+def params_version(phase: Phase, step: int) -> int:
+    """Returns the step whose updated params an operation reads. An evaluation follows its step's updates."""
+    return step if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) else step - 1
+
+
 class GroupPass(NamedTuple):
     """One pass of a group of micro-batches through the blocks of a stage."""
 

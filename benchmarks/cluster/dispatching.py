@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from benchmarks.cluster.workload import GIB, SimulatedJob, Workload
 from windlass.actors.job import JobSpec
+from windlass.actors.runtime.boxes import LinkConfig
 from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.question import JobPlan, PlanReport
@@ -45,6 +46,12 @@ class _NoRunners:
 
     def start(self, spec: JobSpec) -> None:
         raise AssertionError(f"job {spec.job} was started on the head")
+
+    def start_first_part(self, specs: Sequence[JobSpec], config: LinkConfig) -> None:
+        self.start(specs[0])
+
+    def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
+        self.start(spec)
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         return False

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from windlass.engine.checkpoint.atomic_folder import make_partial_folder, remove_partial_folders
 from windlass.engine.checkpoint.name_mapping import NameRules
-from windlass.engine.checkpoint.safetensors_file import encode_header, list_tensors
+from windlass.engine.checkpoint.safetensors_file import encode_header
 from windlass.engine.model import ModelLayout, ParamSlice, build_meta_model
 from windlass.storage.files import sync_path, sync_tree
 from windlass.storage.ids import ChunkKey, Precision
@@ -55,9 +55,7 @@ class _Place:
 class ModelExporter:
     """Writes a model folder. The folder appears under its name only when `finish` returns, and is then complete.
 
-    Until then the files are in a hidden folder beside it. `config` is not changed. If the layout has blocks of other
-    boxes, only its own are written: a part of the model. `parts` are folders with all other parts, whose files move to
-    this one.
+    Until then the files are in a hidden folder beside it. `config` is not changed.
 
     Raises:
         ExportError: the target folder exists, or it cannot be written. Also if the library, on loading, would rename
@@ -73,7 +71,6 @@ class ModelExporter:
         path: str | Path,
         dtype: torch.dtype,
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
-        parts: Sequence[str | Path] = (),
     ) -> None:
         self._model_dir = Path(model_dir)
         self._layout = layout
@@ -87,10 +84,7 @@ class ModelExporter:
         self._config.dtype = dtype
         self._config.architectures = [type(model).__name__]
         shards = self._cut_shards(max_shard_nbytes)
-        self._parts = tuple(map(Path, parts))
-        others = [file for part in self._parts for file in sorted(part.glob("*.safetensors"))]
-        self._file_names = _file_names(len(shards) + len(others))
-        self._moved = dict(zip(others, self._file_names[len(shards) :], strict=True))  # files of parts: their new names
+        self._file_names = _file_names(len(shards))
         self._places: dict[str, _Place] = {}
         self._make_folder()
         try:
@@ -121,8 +115,6 @@ class ModelExporter:
                 f"{len(missing)} of {len(keys)} chunks were not written to {self._path}; first {missing[0]}"
             )
         self._write_index()
-        for file, name in self._moved.items():
-            shutil.move(file, self._partial / name)
         self._config.save_pretrained(self._partial)
         self._write_generation_config()
         self._copy_tokenizer()
@@ -133,8 +125,6 @@ class ModelExporter:
         except OSError as error:
             raise ExportError(f"cannot put the finished model at {self._path}: {error.strerror}") from error
         sync_path(self._path.parent)
-        for part in self._parts:
-            shutil.rmtree(part, ignore_errors=True)
 
     def abort(self) -> None:
         """Removes the partial folder. Does nothing after `finish`."""
@@ -156,7 +146,7 @@ class ModelExporter:
         shards: list[list[ParamSlice]] = [[]]
         nbytes = 0
         for block in self._layout.blocks:
-            for param in block.params if self._layout.is_own(block.index) else ():
+            for param in block.params:
                 size = param.numel * self._dtype.itemsize
                 if shards[-1] and nbytes + size > max_shard_nbytes:
                     shards.append([])
@@ -178,7 +168,7 @@ class ModelExporter:
             raise ExportError(f"cannot write the model to {self._path}: {error}") from error
 
     def _preallocate(self, shards: list[list[ParamSlice]]) -> None:
-        for index, (name, params) in enumerate(zip(self._file_names, shards, strict=False)):
+        for index, (name, params) in enumerate(zip(self._file_names, shards, strict=True)):
             header, starts = encode_header({param.name: param.shape for param in params}, self._dtype)
             self._places |= {param_name: _Place(index, start) for param_name, start in starts.items()}
             descriptor = os.open(self._partial / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -193,12 +183,10 @@ class ModelExporter:
     def _write_index(self) -> None:
         if len(self._file_names) == 1:
             return
-        files = {name: self._file_names[place.shard] for name, place in self._places.items()}
-        files |= {name: moved for file, moved in self._moved.items() for name in list_tensors(file)}
-        numel = sum(p.numel for block in self._layout.blocks for p in block.params if p.name in files)
+        numel = self._layout.numel
         index = {
             "metadata": {"total_parameters": numel, "total_size": numel * self._dtype.itemsize},
-            "weight_map": dict(sorted(files.items())),
+            "weight_map": {name: self._file_names[place.shard] for name, place in sorted(self._places.items())},
         }
         (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 

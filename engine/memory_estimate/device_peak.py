@@ -8,6 +8,7 @@ from windlass.engine.memory_estimate.model_facts import ModelFacts, Passes, Pass
 from windlass.engine.memory_plan import (
     NO_NEED,
     NUM_PIECE_BUFFERS,
+    PARTIAL_GRAD_ITEMSIZE,
     DeviceNeed,
     Plan,
     UnitNeed,
@@ -94,7 +95,7 @@ def device_need(
     ]
     moment, activations = max(moments, key=lambda each: each[1].nbytes)
     is_sliced = max_tokens > num_slice_tokens(head_slices, facts.vocab_size)
-    in_fp32 = summed_in_fp32(layout.shared, is_sliced=is_sliced)
+    in_fp32 = set(filter(layout.is_own, summed_in_fp32(facts.layout.shared, is_sliced=is_sliced)))
     grads = grad_buffers_of_job(
         [block.numel for block in layout.blocks],
         layout.shared,
@@ -113,6 +114,7 @@ def device_need(
     return DeviceNeed(
         params_nbytes=_params_numel(layout, plan, num_ahead, formats) * formats.precision.itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
+        + sum(layout.blocks[block].numel for block in layout.lent) * PARTIAL_GRAD_ITEMSIZE  # sums of another box
         + _streamed_grads_nbytes(
             layout, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
         ),
@@ -183,7 +185,9 @@ def _params_numel(layout: ModelLayout, plan: Plan, num_ahead: int, formats: Form
     buffers = param_buffers(
         [block.numel - in_pieces.get(block.index, 0) for block in layout.blocks],
         layout.shared,
-        resident=formats.lent(plan.device_blocks),
+        resident=(*formats.lent(plan.device_blocks), *layout.borrowed),
         num_ahead=num_ahead,
     )
-    return sum(numel * number for numel, number in buffers.items()) + NUM_PIECE_BUFFERS * largest_piece(bounds)
+    borrowed_numel = sum(layout.blocks[block].numel for block in layout.borrowed)  # they have a buffer of their own
+    numel = sum(numel * number for numel, number in buffers.items()) + borrowed_numel
+    return numel + NUM_PIECE_BUFFERS * largest_piece(bounds)

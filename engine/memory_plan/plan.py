@@ -122,10 +122,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossings:
-    """The hidden states that pass between this box and its neighbours, and their gradients."""
+    """The hidden states that pass between this box and its neighbours, and their gradients; and shared params."""
 
     num_neighbours: int  # boxes with the blocks before and after this box's: 0 to 2
     microbatch_nbytes: int  # hidden states of the largest micro-batch
+    # If embedding and head share params and are on different boxes: chunks of the embedding, on the box that has it and
+    # on the box with the head.
+    num_lent_chunks: int = 0
+    num_borrowed_chunks: int = 0
 
 
 NO_CROSSINGS = Crossings(num_neighbours=0, microbatch_nbytes=0)
@@ -143,6 +147,11 @@ class Pool:
     def nbytes(self) -> int:
         """The bytes of all slots."""
         return self.slot_nbytes * self.num_slots
+
+    @property
+    def spans(self) -> list[Span]:
+        """All slots, in order."""
+        return list(self.slots_of(range(self.num_slots)).values())
 
     def slots_of(self, keys: Iterable[_Key]) -> dict[_Key, Span]:
         """Assigns the slots to keys in order: the first slot to the first key."""
@@ -192,6 +201,10 @@ class Plan:
     # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other
     # boxes. Those of the other GPU workers follow.
     crossings: Pool
+    # Owned by the only GPU worker: slots for chunks of params that embedding and head share, on their way to the box
+    # with the head, and for chunks of the head's sum for them on their way back.
+    shared_params: Pool
+    shared_sums: Pool
 
     @property
     def fetch_batch(self) -> int:
@@ -216,7 +229,7 @@ class Plan:
     @property
     def arena_nbytes(self) -> int:
         """The bytes of the shared memory."""
-        return self.crossings.offset + self.num_ranks * self.crossings.nbytes
+        return self.shared_sums.offset + self.shared_sums.nbytes
 
 
 def make_plan(
@@ -285,6 +298,7 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
         "states on their way to or from the device": plan.transit.nbytes,
         "activations": plan.num_ranks * plan.activations.nbytes,
         "hidden states from and to other boxes": plan.num_ranks * plan.crossings.nbytes,
+        "shared params from and to other boxes": plan.shared_params.nbytes + plan.shared_sums.nbytes,
     }
     takes = (
         f"the job needs {bytes_text(plan.arena_nbytes)} of host memory for its buffers "
@@ -543,6 +557,19 @@ def _lay_out(
         slot_nbytes=max(1, -(-crossings.microbatch_nbytes // _CROSSING_UNIT_NBYTES)) * _CROSSING_UNIT_NBYTES,
         num_slots=crossings.num_neighbours * _NUM_CROSSING_POOLS * group_size,
     )
+    # What a box sends is a whole block, because its compute must not wait for the other box. What it receives goes on
+    # to the device at once.
+    num_lent, num_borrowed = crossings.num_lent_chunks, crossings.num_borrowed_chunks
+    shared_params = Pool(
+        offset=hidden_states.offset + num_ranks * hidden_states.nbytes,
+        slot_nbytes=chunk * model.param_itemsize,
+        num_slots=num_lent + min(num_borrowed, TRANSIT_DEPTH),
+    )
+    shared_sums = Pool(
+        offset=shared_params.offset + shared_params.nbytes,
+        slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
+        num_slots=num_borrowed + min(num_lent, TRANSIT_DEPTH),
+    )
     return Plan(
         params=params,
         grads=grads,
@@ -571,9 +598,14 @@ def _lay_out(
         grad_overlaid_blocks=tuple(
             block
             for block in (model.blocks[0], model.blocks[-1])
-            if placement.streams_grads and num_groups == 1 and block not in placement.device_blocks
+            if placement.streams_grads
+            and num_groups == 1
+            and model.is_own(block)
+            and block not in placement.device_blocks
         ),
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
         crossings=hidden_states,
+        shared_params=shared_params,
+        shared_sums=shared_sums,
     )

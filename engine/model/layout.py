@@ -71,11 +71,12 @@ class ModelLayout:
     shared: tuple[tuple[BlockIndex, ...], ...] = ()
     hidden_size: int = 0  # elements of the hidden state of one token; 0: unknown
     own: frozenset[int] | None = None  # the blocks that have chunks here; None: all. See `of_blocks`
+    lent: frozenset[int] = frozenset()  # of the own blocks: those whose params operations of other boxes use, too
 
     def to_json(self) -> str:
         """Serializes the layout of a whole model for `from_json`."""
         facts = asdict(self)
-        del facts["own"]
+        del facts["own"], facts["lent"]
         return json.dumps(facts)
 
     @classmethod
@@ -98,7 +99,13 @@ class ModelLayout:
         """Returns the layout as a box with some blocks sees it. All other blocks have no chunks and no operations."""
         own = frozenset(range(first, stop))
         shared = tuple(blocks if block in own else () for block, blocks in enumerate(self.shared))
-        return replace(self, own=own, shared=shared)
+        elsewhere = {block for user, blocks in enumerate(self.shared) if user not in own for block in blocks}
+        return replace(self, own=own, shared=shared, lent=own & elsewhere)
+
+    @property
+    def borrowed(self) -> frozenset[int]:
+        """The blocks of other boxes whose params operations of own blocks use."""
+        return frozenset(block for blocks in self.shared for block in blocks if not self.is_own(block))
 
     def is_own(self, block: int) -> bool:
         """Returns whether a block has chunks here."""
@@ -123,6 +130,11 @@ class ModelLayout:
         """Returns the first and past-last element of a chunk in its block's flat vector."""
         start = key.chunk * self.chunk_numel
         return start, min(start + self.chunk_numel, self.blocks[key.block].numel)
+
+    def chunk_ranges(self, block: int) -> list[tuple[int, int]]:
+        """Returns the first and past-last element of each chunk of a block, which may be another box's."""
+        numel = self.blocks[block].numel
+        return [(start, min(start + self.chunk_numel, numel)) for start in range(0, numel, self.chunk_numel)]
 
     def params_in_chunk(self, key: ChunkKey) -> Iterator[tuple[ParamSlice, int, int, int]]:
         """Yields the parts of parameters in a chunk: (param, its first element, number of elements, place in chunk)."""

@@ -354,6 +354,10 @@ class Partition:
         hidden_size = getattr(self.model.config, "hidden_size", 0)
         self.layout = replace(self.layout, shared=shared, hidden_size=hidden_size)
 
+    def names_used(self, user: int, block: int) -> frozenset[str]:
+        """Returns the names of those params of a block that the operation of another block uses."""
+        return frozenset(site.param.name for site in self.sites[user] if site.block == block)
+
     def _check_all_owned(self, owner: dict[int, tuple[BlockIndex, str]]) -> None:
         missing = [name for name, param in self.model.named_parameters() if id(param) not in owner]
         if missing:

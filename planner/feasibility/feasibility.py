@@ -25,7 +25,9 @@ def with_part(part: _Part, **changes: Any) -> _Part:
 def least_memory_of(question: PlanQuestion, profiles: Profiles) -> LeastMemory:
     """Returns the search for the least memory of a job, with the numbers of micro-batches that may need least."""
     # Times do not matter here, so do not measure any.
-    return LeastMemory(question, profiles.unmeasured(), extremes(numbers_of_microbatches(question)))
+    profiles = profiles.unmeasured()
+    numbers = extremes(numbers_of_microbatches(question))
+    return LeastMemory(question, profiles, (profiles.job(question, number) for number in numbers))
 
 
 def fits(question: PlanQuestion, profiles: Profiles) -> bool:

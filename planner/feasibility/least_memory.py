@@ -87,18 +87,17 @@ class LeastMemory:
     Limits are those of `PlanQuestion.limits`. On a CPU the device's bytes are also bytes of the host.
     """
 
-    def __init__(self, question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> None:
-        """`numbers`: of micro-batches to try, those that save most first."""
+    def __init__(self, question: PlanQuestion, profiles: Profiles, jobs: Iterable[PlannedJob]) -> None:
+        """`jobs`: the job with each number of micro-batches to try, those that save most first."""
         self._question, self._profiles = question, profiles
         # Built as they are needed: the first few often answer the question.
         self._known: list[_Counting] = []
-        self._unknown = self._built(numbers)
+        self._unknown = self._built(jobs)
         self._counted: dict[tuple[int, int, float], Need] = {}
 
-    def _built(self, numbers: Iterable[int]) -> Iterator[_Counting]:
+    def _built(self, jobs: Iterable[PlannedJob]) -> Iterator[_Counting]:
         question = self._question
-        for number in dict.fromkeys(numbers):
-            job = self._profiles.job(question, number)
+        for job in jobs:
             for frontier in frontiers_of(job, question.speeds, question.limits):
                 counting = _Counting(frontier)
                 like = [each for each in self._known if each.is_like == counting.is_like]

@@ -112,17 +112,21 @@ class Shortfall:
         return needed_nbytes(self.question, self.needs[tier].nbytes, tier)
 
     def in_words(self) -> str:
-        """Tells what is lacking."""
+        """Tells that no plan fits, and what is lacking."""
+        return f"no plan fits; it lacks {self.amounts_in_words()}"
+
+    def amounts_in_words(self) -> str:
+        """Names what is lacking."""
         *others, last = [
             f"{least_text(self.missing[memory.tier])} of {memory.in_words(self.question)}"
             for memory in MEMORIES
             if self.missing[memory.tier]
         ]
         if not others:
-            return f"no plan fits; it lacks {last}"
+            return last
         if self.is_together:
-            return f"no plan fits; it lacks {', '.join(others)} and {last}; all of that is needed"
-        return f"no plan fits; it lacks {', '.join(others)} or {last}; one of them is enough"
+            return f"{', '.join(others)} and {last}; all of that is needed"
+        return f"{', '.join(others)} or {last}; one of them is enough"
 
     def remedies(self) -> list[str]:
         """Names the sizes of memory with which the job fits, the cheapest first."""

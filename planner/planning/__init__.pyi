@@ -8,5 +8,8 @@ from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
 from windlass.planner.planning.planner import best_plan as best_plan
+from windlass.planner.planning.process import RefusedError as RefusedError
+from windlass.planner.planning.process import answer_question as answer_question
+from windlass.planner.planning.process import arguments_of as arguments_of
 from windlass.planner.planning.what_if import with_what_if as with_what_if
 from windlass.planner.planning.worker import question_of as question_of

@@ -1,6 +1,5 @@
 """Plans a job in a process of its own: `python -m windlass.planner.planning.worker --question FILE --result FILE`."""
 
-import argparse
 import functools
 import json
 import os
@@ -14,9 +13,9 @@ from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import DatasetError, example_lengths
 from windlass.engine.memory_plan import ExampleLengths
-from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.planner import Planned, answer
+from windlass.planner.planning.process import answer_question, arguments_of
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.planning.what_if import with_what_if
 from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
@@ -217,29 +216,19 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
 
     The first form has a plan, or warnings if no plan could be made.
     """
-    parser = argparse.ArgumentParser(description="Plan a job.")
-    parser.add_argument("--question", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--measuring", type=Path, help="a file to be there while blocks of the model are measured")
-    options = parser.parse_args(arguments)
-    try:
+    options = arguments_of(arguments, "Plan a job.")
+
+    def answer_it() -> dict[str, Any]:
         request = PlanRequest.from_json(json.loads(options.question.read_text()))
         if request.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
-        plan = plan_job(request, options.result.parent, options.measuring, kept_shapes)
-        result: dict[str, Any] = {"ok": True, **plan.to_json()}
-    except UnsupportedArchitectureError as error:
-        result = _refusal("model_not_supported", str(error))
-    except (DatasetError, RuntimeError, MemoryError) as error:
-        # For example, operators whose output shapes depend on the data. The job then runs without a plan.
-        result = {"ok": True, "warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
-    except (OSError, ValueError) as error:
-        result = _refusal("invalid_model", f"the model folder cannot be read: {error}")
-    options.result.write_text(json.dumps(result))
+        try:
+            return plan_job(request, options.result.parent, options.measuring, kept_shapes).to_json()
+        except (DatasetError, RuntimeError, MemoryError) as error:
+            # For example, operators whose output shapes depend on the data. The job then runs without a plan.
+            return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
 
-
-def _refusal(code: str, message: str) -> dict[str, Any]:
-    return {"ok": False, "error": {"code": code, "message": message, "param": "model"}}
+    answer_question(options, answer_it)
 
 
 if __name__ == "__main__":

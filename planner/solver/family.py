@@ -94,7 +94,9 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
 
     With spilled gradients no states can be resident in host memory, but more activations can.
     """
-    return (False, True) if job.keeps_grads else (False,)
+    if not job.keeps_grads:
+        return (False,)
+    return (False, True) if job.spills is None else (job.spills,)
 
 
 def _savers_of_device_memory(job: PlannedJob) -> Iterator[tuple[bool, bool, int]]:

@@ -89,6 +89,7 @@ class PlannedJob:
     # have their activations on the device at once.
     crossings: Crossings = NO_CROSSINGS
     num_groups_in_flight: int = 1
+    spills: bool | None = None  # kept gradients go to the SSDs; None: the planner chooses
     # Bytes of device memory that every plan with the same buffers and group size needs beyond the cost model's formula.
     left_out_nbytes: "Callable[[StepCosts], float]" = lambda costs: 0.0
 

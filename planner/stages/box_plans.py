@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from windlass.actors.worker_policy import num_groups_ahead
 from windlass.amounts import GB
-from windlass.engine.memory_plan import Crossings
+from windlass.engine.memory_plan import Crossings, UpdateOrder
 from windlass.planner.question import PlanQuestion, Profiles, solve_counted
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -72,6 +73,19 @@ class BoxPlan:
     times: StageTimes
 
 
+def agree(plans: Sequence[BoxPlan]) -> bool:
+    """Returns whether one job can have these plans, one for each box.
+
+    All boxes have the same order of updates. Gradients on an SSD of one box require a commit of every step, and so no
+    states in the memory of any box.
+    """
+    orders = {plan.solution.costs.job.update_order for plan in plans}
+    engine_plans = [plan.solution.plan for plan in plans]
+    spills = any(plan.spilled_blocks for plan in engine_plans)
+    rests = any(plan.host_blocks or plan.device_blocks for plan in engine_plans)
+    return len(orders) == 1 and not (spills and rests)
+
+
 @dataclass(slots=True)
 class _Tried:
     plan: BoxPlan | None
@@ -84,9 +98,11 @@ class BoxPlans:
 
     kind: BoxKind
     profiles: Profiles
+    spills: bool | None = None  # kept gradients go to the SSDs; None: the best plan decides
     _tried: dict[object, _Tried] = field(default_factory=dict)
     _jobs: dict[tuple[int, int], PlannedJob] = field(default_factory=dict)
     _least: dict[Rounds, LeastWork] = field(default_factory=dict)
+    _alike: "list[BoxPlans]" = field(init=False, default_factory=list)
 
     def of(self, run: Run, rounds: Rounds, *, below: float = math.inf) -> BoxPlan | None:
         """Returns the plan of a box for a run of blocks. None: none fits, or each takes `below` seconds or more."""
@@ -102,7 +118,7 @@ class BoxPlans:
         return tried.plan
 
     def _searched(self, run: Run, rounds: Rounds, below: float) -> BoxPlan | None:
-        job = self._job_of(run, rounds)
+        job = self.job_of(run, rounds)
         try:
             solution = solve_counted(self.question_of(rounds), job, self.profiles, below=below * _MOST_COST)
         except DoesNotFitError:
@@ -117,8 +133,26 @@ class BoxPlans:
         """Returns the job with all blocks on one box."""
         key = rounds.num_ranks, rounds.num_microbatches
         if key not in self._jobs:
-            self._jobs[key] = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
+            job = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
+            self._jobs[key] = replace(job, spills=self.spills)
         return replace(self._jobs[key], group_size=rounds.group_size)
+
+    @property
+    def alike(self) -> "Sequence[BoxPlans]":
+        """The plans with each choice that all boxes of a job must make alike: see `agree`."""
+        if not self._alike:
+            question = self.kind.question
+            orders = [question.training.order_of_updates]
+            if question.chooses_order:
+                orders = list(dict.fromkeys((*orders, UpdateOrder.KEPT)))
+            for order in orders:
+                of_order = replace(question.changed(update_order=order), chooses_order=False)
+                kind = replace(self.kind, question=of_order)
+                self._alike += [
+                    BoxPlans(kind=kind, profiles=self.profiles, spills=spills)
+                    for spills in ((False, True) if order.keeps_grads else (None,))
+                ]
+        return self._alike
 
     def least_work(self, rounds: Rounds) -> LeastWork:
         """Returns the least work of a box for a step of the whole model."""
@@ -133,18 +167,22 @@ class BoxPlans:
             )
         return self._least[rounds]
 
-    def _job_of(self, run: Run, rounds: Rounds) -> PlannedJob:
+    def job_of(self, run: Run, rounds: Rounds) -> PlannedJob:
+        """Returns the job with a run of blocks on a box."""
         job = self.job(rounds)
         if run.num_stages == 1:
             return job
         training = job.training
         num_tokens = job.model.num_examples * training.sequence_length  # the size that the engine allocates
+        layout = self.profiles.layout.of_blocks(run.first, run.stop)
         return replace(
             job,
             model=job.model.of_blocks(run.first, run.stop),
             crossings=Crossings(
                 num_neighbours=(run.stage > 0) + (run.stage + 1 < run.num_stages),
-                microbatch_nbytes=num_tokens * self.profiles.layout.hidden_size * training.formats.precision.itemsize,
+                microbatch_nbytes=num_tokens * layout.hidden_size * training.formats.precision.itemsize,
+                num_lent_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.lent),
+                num_borrowed_chunks=sum(len(layout.chunk_ranges(block)) for block in layout.borrowed),
             ),
             num_groups_in_flight=self._num_groups_in_flight(run, rounds),
         )

@@ -5,11 +5,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE
+from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import numbers_of_microbatches
 from windlass.planner.planning import best_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
 from windlass.planner.solver import DoesNotFitError, group_sizes
-from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, times_of
+from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
 from windlass.planner.stages.splits import PlannedStages, Splitter
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
@@ -18,6 +20,8 @@ from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 _WORTH_REFINING = 1.2
 # Share of a step by which a plan must be better than the best one so far.
 _WORTH = 1e-3
+# Maximum number of orders of kinds of boxes to try.
+_MOST_ORDERS = 24
 
 
 class StagesError(ValueError):
@@ -50,7 +54,7 @@ def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = N
     `numbers`: of boxes to plan; None: all.
     """
     if sum(each.kind.number for each in boxes) > 1:
-        _check(boxes)
+        _check(boxes, 1)  # choices of more boxes than layers are left out
     found: list[PlannedStages] = []
     for choice in itertools.product(*(range(each.kind.number + 1) for each in boxes)):
         chosen = [(each, number) for each, number in zip(boxes, choice, strict=True) if number]
@@ -62,15 +66,43 @@ def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = N
     return [report_of_stages(planned) for planned in sorted(found, key=lambda each: (each.step_s, len(each.boxes)))]
 
 
-def _check(boxes: Sequence[BoxPlans]) -> None:
-    """Raises StagesError if no plan over several boxes can be made."""
+def best_over_all(boxes: Sequence[BoxPlans]) -> PlannedStages | None:
+    """Returns the best plan with all boxes, of which one of the first kind comes first, or None if nothing fits.
+
+    Raises:
+        StagesError: as `plans_over_boxes`, or there are more boxes than layers.
+    """
+    _check(boxes, sum(each.kind.number for each in boxes))
+    return _best_of([(each, each.kind.number) for each in boxes], None, leads=True)
+
+
+def check_division(layout: ModelLayout, num_boxes: int, num_ranks: int) -> None:
+    """Raises StagesError if the model cannot be divided over so many boxes. `num_ranks`: the fewest GPUs of each."""
+    if num_ranks > 1 and is_tied(layout):
+        raise StagesError(
+            f"the model's embedding and head share a tensor, and would be on different boxes with {num_ranks} "
+            "GPUs each: that is not supported yet; plan for one GPU on each box"
+        )
+    num_layers = len(layout.blocks) - 2
+    if num_boxes > num_layers:
+        raise StagesError(
+            f"the model has {num_layers} layers, and each of the job's {num_boxes} boxes needs one: "
+            f"use at most {num_layers} boxes"
+        )
+
+
+def _check(boxes: Sequence[BoxPlans], num_boxes: int) -> None:
+    """Raises StagesError if no plan over so many of these boxes can be made."""
     unknown = [each.kind.name for each in boxes if each.kind.network_bytes is None]
     if unknown:
         raise StagesError(f"the rate of the network between boxes is not known for {', '.join(unknown)}")
-    if any(len(blocks) > 1 for blocks in boxes[0].profiles.layout.shared):
-        raise StagesError(
-            "the model's embedding and head share a tensor, and would be on different boxes: that is not supported yet"
-        )
+    question = boxes[0].kind.question
+    check_division(boxes[0].profiles.layout, num_boxes, 1 if question.chooses_ranks else question.num_ranks)
+
+
+def is_tied(layout: ModelLayout) -> bool:
+    """Returns whether blocks share tensors. Then each of several boxes has one GPU: see `layout_of_box`."""
+    return any(len(blocks) > 1 for blocks in layout.shared)
 
 
 def _best_of_one(box: BoxPlans) -> PlannedStages | None:
@@ -97,16 +129,30 @@ def _best_of_one(box: BoxPlans) -> PlannedStages | None:
     return best
 
 
-def _best_of(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> PlannedStages | None:
-    """Returns the best plan for a number of boxes of each kind. Boxes of a kind follow each other.
+def _best_of(
+    chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *, leads: bool = False
+) -> PlannedStages | None:
+    """Returns the best plan for a number of boxes of each kind, all of whose boxes agree.
 
-    `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box.
+    `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
+    box of the first kind comes first.
     """
+    best = search_free(chosen, likely, leads=leads)
+    if best is None or agree(best.plans):
+        return best
+    alike = [
+        search_free(list(zip(boxes, (number for _, number in chosen), strict=True)), best.rounds, leads=leads)
+        for boxes in zip(*(each.alike for each, _ in chosen), strict=True)
+    ]
+    return min((each for each in alike if each is not None), key=lambda each: each.step_s, default=None)
+
+
+def search_free(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *, leads: bool) -> PlannedStages | None:
+    """Does the same as `_best_of`, for boxes that need not agree."""
     best: PlannedStages | None = None
     for bound, rounds in _rounds_by_bound(chosen, likely):
-        for order in itertools.permutations(chosen):
+        for sequence in orders_of_boxes(chosen, leads=leads):
             below = math.inf if best is None else (1 - _WORTH) * best.step_s
-            sequence = tuple(boxes for boxes, number in order for _ in range(number))
             if bound >= below or len(sequence) > len(sequence[0].job(rounds).model.layers):
                 continue
             splitter = Splitter(
@@ -120,6 +166,19 @@ def _best_of(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> P
             known = best.division if best is not None and is_same else None
             best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
     return best
+
+
+def orders_of_boxes(chosen: Sequence[tuple[BoxPlans, int]], *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:
+    """Yields the orders of the boxes to try. Boxes of a kind follow each other, but for a first one that leads.
+
+    Earlier stages hold more activations, so of many orders those with large devices first are tried.
+    """
+    lead = (chosen[0][0],) if leads else ()
+    others = [(boxes, number - (leads and index == 0)) for index, (boxes, number) in enumerate(chosen)]
+    others.sort(key=lambda each: -each[0].kind.question.limits.device_nbytes)
+    orders = itertools.permutations([each for each in others if each[1]])
+    for order in itertools.islice(orders, _MOST_ORDERS):
+        yield (*lead, *(boxes for boxes, number in order for _ in range(number)))
 
 
 def _rounds_by_bound(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> list[tuple[float, Rounds]]:
@@ -149,7 +208,7 @@ def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
     Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
     plans of the others are between theirs.
     """
-    for num_ranks in _numbers_of_gpus(boxes):
+    for num_ranks in (1,) if is_tied(boxes[0].profiles.layout) else _numbers_of_gpus(boxes):
         of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
         by_number = dict[int, list[Rounds]]()
         for num_microbatches in numbers_of_microbatches(of_ranks):
@@ -165,9 +224,13 @@ def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
     job, layout = sequence[0].job(rounds), sequence[0].profiles.layout
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
     hidden_nbytes = num_tokens * layout.hidden_size * job.training.formats.precision.itemsize
+    is_shared = len(sequence) > 1 and is_tied(sequence[0].profiles.layout)
+    shared_numel = layout.blocks[0].numel if is_shared else 0
     return Pipeline(
         stages=(),
         num_rounds=rounds.number,
         crossing_nbytes=hidden_nbytes / rounds.number,
         network_bytes=tuple(boxes.kind.network_bytes or math.inf for boxes in sequence),
+        shared_params_nbytes=shared_numel * job.param_itemsize,
+        shared_sum_nbytes=shared_numel * PARTIAL_GRAD_ITEMSIZE,
     )

@@ -39,13 +39,17 @@ class Pipeline:
     """The boxes of a job in the order of their stages, with the rounds that pass through them.
 
     `crossing_nbytes`: hidden states of a round; as many bytes return as gradients. `network_bytes`: the rate of each
-    box's network card, in bytes per second each way.
+    box's network card, in bytes per second each way. `shared_params_nbytes`: params of the embedding that the head
+    uses, which the first box sends to the last one once a step. `shared_sum_nbytes`: their gradient, which it sends
+    back.
     """
 
     stages: tuple[StageTimes, ...]
     num_rounds: int
     crossing_nbytes: float
     network_bytes: tuple[float, ...]
+    shared_params_nbytes: float = 0.0
+    shared_sum_nbytes: float = 0.0
 
     @cached_property
     def step_s(self) -> float:
@@ -82,8 +86,36 @@ class Pipeline:
         return {
             Limit.BOX: self.num_rounds * slowest_s,
             Limit.BUBBLE: sum(rounds_s) - slowest_s,
-            Limit.NETWORK: 2 * sum(self.crossings_s) + (self.num_rounds - 1) * (period_s - slowest_s),
+            Limit.NETWORK: 2 * sum(self.crossings_s)
+            + (self.num_rounds - 1) * (period_s - slowest_s)
+            + self._shared_wait_s(sum(rounds_s)),
         }
+
+    def _shared_wait_s(self, round_s: float) -> float:
+        """Returns the seconds in which compute waits for shared params and their gradient.
+
+        The params move beside the first round's forward pass, about a third of it, and the gradient beside the last
+        round's backward pass. `round_s`: of a round on all boxes.
+        """
+        rate = min(self.network_bytes[0], self.network_bytes[-1])
+        to_head_s, back_s = self.shared_params_nbytes / rate, self.shared_sum_nbytes / rate
+        crossings_s = sum(self.crossings_s)
+        return max(0.0, to_head_s - round_s / 3 - crossings_s) + max(0.0, back_s - round_s * 2 / 3 - crossings_s)
+
+    @cached_property
+    def sent_nbytes(self) -> tuple[float, ...]:
+        """The bytes that each box's network card sends in a step."""
+        last = len(self.network_bytes) - 1
+        hidden_nbytes = self.num_rounds * self.crossing_nbytes
+        shared_nbytes = {0: self.shared_params_nbytes, last: self.shared_sum_nbytes}
+        return tuple(
+            ((box > 0) + (box < last)) * hidden_nbytes + shared_nbytes.get(box, 0.0) for box in range(last + 1)
+        )
+
+    @property
+    def sending_s(self) -> float:
+        """The seconds in which the busiest network card sends in a step."""
+        return max(nbytes / rate for nbytes, rate in zip(self.sent_nbytes, self.network_bytes, strict=True))
 
     def _return_period_s(self, rounds_s: Sequence[float]) -> float:
         """Returns the time between rounds that follows from the number of rounds in flight.

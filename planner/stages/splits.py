@@ -48,6 +48,15 @@ def run_of(division: Division, box: int) -> Run:
     return Run(first=0 if box == 0 else first, stop=stop + 1 if box == last else stop, stage=box, num_stages=last + 1)
 
 
+def run_with(number: int, box: int, *, num_boxes: int, num_layers: int) -> Run:
+    """Returns a run of so many layers for a box, which has this place among the boxes."""
+    # The others' numbers do not matter, only that they add up.
+    division = [0] * num_boxes
+    division[box] = number
+    division[box - 1] += num_layers - number
+    return run_of(tuple(division), box)
+
+
 def planned_stages(
     boxes: tuple[BoxPlans, ...], rounds: Rounds, division: Division, pipeline: Pipeline, *, below: float = math.inf
 ) -> PlannedStages | None:
@@ -174,11 +183,8 @@ class Splitter:
         fits = max(self._known[box], default=0)
         while self._too_many[box] - fits > 1:
             number = (fits + self._too_many[box]) // 2
-            # The others' numbers do not matter, only that they add up.
-            division = [0] * num_boxes
-            division[box] = number
-            division[box - 1] += self._num_layers - number
-            plan = self.boxes[box].of(run_of(tuple(division), box), self.rounds, below=self.below)
+            run = run_with(number, box, num_boxes=num_boxes, num_layers=self._num_layers)
+            plan = self.boxes[box].of(run, self.rounds, below=self.below)
             if plan is None:
                 self._too_many[box] = number
             else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from windlass.amounts import GB
-from windlass.planner.question import report_of
+from windlass.planner.question import PlanReport, report_of
 from windlass.planner.stages.box_plans import BoxPlan, Run
 from windlass.planner.stages.pipeline import Limit
 from windlass.planner.stages.splits import PlannedStages
@@ -55,10 +55,9 @@ class StagesReport:
 
 def report_of_stages(planned: PlannedStages) -> StagesReport:
     """Reports a plan."""
-    pipeline, rounds, num_boxes = planned.pipeline, planned.rounds, len(planned.boxes)
+    pipeline, rounds = planned.pipeline, planned.rounds
     job = planned.boxes[0].job(rounds)
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
-    num_neighbours = min(2, num_boxes - 1)
     return StagesReport(
         step_s=planned.step_s,
         tokens_per_s=num_tokens / planned.step_s,
@@ -68,8 +67,8 @@ def report_of_stages(planned: PlannedStages) -> StagesReport:
         num_microbatches=rounds.num_microbatches,
         group_size=rounds.group_size,
         num_rounds=rounds.number,
-        network_gb_per_step=num_neighbours * rounds.number * pipeline.crossing_nbytes / GB,
-        network_s=rounds.number * pipeline.transfer_period_s,
+        network_gb_per_step=max(pipeline.sent_nbytes) / GB,
+        network_s=pipeline.sending_s,
         boxes=tuple(
             _report_of_box(boxes.kind.name, run, plan)
             for boxes, run, plan in zip(planned.boxes, planned.runs, planned.plans, strict=True)
@@ -77,18 +76,22 @@ def report_of_stages(planned: PlannedStages) -> StagesReport:
     )
 
 
-def _report_of_box(name: str, run: Run, plan: BoxPlan) -> BoxReport:
+def report_of_box(plan: BoxPlan) -> PlanReport:
+    """Reports the plan of one box. Its times are those of a box that waits for no other."""
     solution = plan.solution
-    job = solution.costs.job
-    report = report_of(job, solution, is_cpu=solution.costs.speeds.shares_cores)
+    return report_of(solution.costs.job, solution, is_cpu=solution.costs.speeds.shares_cores)
+
+
+def _report_of_box(name: str, run: Run, plan: BoxPlan) -> BoxReport:
+    report = report_of_box(plan)
     assert report.peak_gib is not None, "the plan fits"
     return BoxReport(
         hardware=name,
         first_block=run.first,
         last_block=run.stop - 1,
-        num_layers=job.model.num_own_layers,
+        num_layers=plan.solution.costs.job.model.num_own_layers,
         alone_s=plan.times.alone_s,
-        busy_s=solution.busy_s,
+        busy_s=plan.solution.busy_s,
         peak_gib=report.peak_gib,
     )
 

@@ -60,6 +60,10 @@ def submit(
     ] = None,
     gpus: Annotated[Any, gpus_option("GPUs of the job, or auto: as many as its plan says are fastest.")] = None,
     box: Annotated[str | None, typer.Option(help="The box to run on; else the one where the job ends first.")] = None,
+    boxes: Annotated[
+        str | None,
+        typer.Option(help="Share the job's blocks among several boxes: their number, or names such as head,attic."),
+    ] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
     settings_: Annotated[
@@ -85,6 +89,7 @@ def submit(
         "max_bad_steps": max_bad_steps,
         "gpus": gpus,
         "box": box,
+        "boxes": _parse_boxes(boxes),
     }
     request: dict[str, Any] = {"model": model, "windlass": _given(extras) | _parse_settings(settings_ or [])}
     request |= _given({"suffix": suffix, "seed": seed})
@@ -96,13 +101,20 @@ def submit(
             _await_checks(client, job_id)
 
 
+def _parse_boxes(text: str | None) -> int | list[str] | None:
+    """Returns a number of boxes, or their names."""
+    if text is None:
+        return None
+    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+
+
 def jobs(home: Home = None) -> None:
     """List jobs, newest first."""
     with open_client(load_settings(home)) as client:
         rows = client.jobs()
     waits = any(job["windlass"]["waiting_reason"] for job in rows)
     named = any(job["suffix"] for job in rows)  # a job's suffix appears nowhere else until the job has ended
-    placed = len({job["windlass"].get("box") for job in rows}) > 1
+    placed = len({_box_of(job) for job in rows}) > 1
     names = ("job", *(("suffix",) if named else ()), *(("box",) if placed else ()))
     header = (*names, "status", "model", "step", "created", "fine-tuned model")
     table: list[tuple[object, ...]] = [(*header, *(("waiting for",) if waits else ()))]
@@ -110,7 +122,7 @@ def jobs(home: Home = None) -> None:
         extra = job["windlass"]
         step = f"{extra['step']}/{extra['total_steps']}" if extra["total_steps"] else ""
         created = _time(job["created_at"])
-        name = (job["id"], *((job["suffix"] or "",) if named else ()), *((extra["box"] or "",) if placed else ()))
+        name = (job["id"], *((job["suffix"] or "",) if named else ()), *((_box_of(job),) if placed else ()))
         cells = (job["status"], job["model"], step, created, job["fine_tuned_model"] or "")
         table.append((*name, *cells, *((extra["waiting_reason"] or "",) if waits else ())))
     _print(table, empty="no jobs yet; start one with `windlass submit`")
@@ -134,7 +146,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "preparation": extra["preparation"] and extra["preparation"]["summary"],
         "error": found["error"] and found["error"]["message"],
         "model": found["model"],
-        "box": extra["box"],
+        "box": _box_of(found) or None,
         "GPUs": gpus_in_words(extra),
         "GPUs busy": busy_gpus_in_words(extra["last_metrics"]),
         "fine-tuned model": found["fine_tuned_model"],
@@ -169,6 +181,12 @@ def _finish(job: dict[str, Any]) -> str | None:
         return None
     mark = ", an estimate until enough steps are measured" if job["windlass"]["finish_is_estimate"] else ""
     return f"{_time(job['estimated_finish'])}{mark}"
+
+
+def _box_of(job: dict[str, Any]) -> str:
+    """Returns the box of a job, or all of them."""
+    extra = job["windlass"]
+    return ", ".join(extra.get("boxes") or ()) or extra.get("box") or ""
 
 
 def _occupies(client: ServiceClient, job: dict[str, Any]) -> str:

@@ -201,11 +201,31 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     save: Annotated[Path | None, typer.Option(help="The file of the hardware profile (default: in the home).")] = None,
     precision: Annotated[Precision, typer.Option(help="Precision in which the device is measured.")] = (Precision.BF16),
+    network: Annotated[
+        bool,
+        typer.Option(
+            "--network",
+            help="On a head: measure the network between all boxes, and nothing else. Some seconds for each pair.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --network: also boxes on which jobs run, which makes these slower.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --network: print one JSON object.")] = False,
 ) -> None:
     """Show this machine's resources, and measure its device, link, memory, optimizer and SSDs."""
     from windlass.service.machine import check_limits, check_ports
 
     settings = load_settings(home)
+    if network:
+        from windlass.service.cli.boxes import check_network
+
+        if not check_network(settings, forced=force, as_json=as_json):
+            raise typer.Exit(1)
+        return
+    for option, is_given in (("--force", force), ("--json", as_json)):
+        if is_given:
+            raise CommandError(f"{option} goes with --network; add that, or leave it out")
     directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
     devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
     machine = inspect_machine((Path("/dev/shm"), settings.home, *directories), devices)

@@ -8,3 +8,5 @@ from windlass.service.dispatcher.outcomes import open_journal as open_journal
 from windlass.service.dispatcher.placement import read_capacity as read_capacity
 from windlass.service.dispatcher.process import RayLostError as RayLostError
 from windlass.service.dispatcher.process import run_dispatcher as run_dispatcher
+from windlass.service.dispatcher.replanner import AskStages as AskStages
+from windlass.service.dispatcher.runners import Runners as Runners

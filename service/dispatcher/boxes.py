@@ -2,14 +2,28 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from windlass.service.dispatcher.placement import BoxState, Demand, Fleet, Holder, JoinedBox, Option, Restoration
+import windlass
+from windlass.planner.stages import StagePlan
+from windlass.service.dispatcher.placement import (
+    BoxState,
+    Demand,
+    Fleet,
+    Holder,
+    JoinedBox,
+    Option,
+    Restoration,
+    demand_by,
+)
 from windlass.service.installation import Settings, node_of
-from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of
+from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of, stages_of
 from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import WindlassSettings
-from windlass.storage.sql import Box, Database, Job, JobStatus
+from windlass.storage.sql import Box, Database, Job, JobPart, JobStatus
+from windlass.storage.sql.repositories import BoxState as BoxRowState
+from windlass.storage.sql.repositories import PartState
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
@@ -26,6 +40,8 @@ class Boxes:
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
         self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
+        self._stages: dict[str, Mapping[str, StagePlan]] = {}  # plans over several boxes, by job and box
+        self._chosen: dict[str, Sequence[str]] = {}  # boxes for jobs that ask for a number of them
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
 
@@ -55,6 +71,8 @@ class Boxes:
 
     def may_run_here(self, job: Job) -> bool:
         """Returns whether a job may run on this home's own box. On a joined box itself, each of its jobs may."""
+        if self.is_over_several(job):
+            return False  # not by itself
         return bool(job.attempt) or not self._fleet.is_used or self._settings_of(job).box in (None, HEAD_NAME)
 
     def kinds_for(self, job: Job) -> Mapping[str, BoxKind]:
@@ -63,6 +81,8 @@ class Boxes:
         Those that are away or draining count, because they may be back when the job's turn comes.
         """
         asked = self._settings_of(job)
+        if asked.boxes is not None:
+            return {}  # its plan over the boxes is made when they are chosen
         return {
             name: box.kind
             for name, box in self.by_name.items()
@@ -72,6 +92,8 @@ class Boxes:
     def forget_all_but(self, job_ids: Collection[str]) -> None:
         """Forgets the plans of jobs that neither wait nor are on a box."""
         held = {job.id for job in self.holders}
+        self._chosen = {job_id: names for job_id, names in self._chosen.items() if job_id in job_ids}
+        self._stages = {job_id: plan for job_id, plan in self._stages.items() if job_id in job_ids}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
         for job_id in self._asked.keys() - held - set(job_ids):
@@ -95,7 +117,10 @@ class Boxes:
                 BoxState(
                     name=box.name,
                     has=box.capacity.has(box.resources, demands.keys()),
-                    holders=[_holder(job, box, demands[job.id], highest=highest) for job in box.holders],
+                    holders=[
+                        *(_holder(job, box, demands[job.id], highest=highest) for job in box.holders),
+                        *(self._whole_holder(job, box) for job in box.spread),
+                    ],
                     left_s=self._left_s(box),
                     is_open=box.why_closed is None,
                 )
@@ -128,6 +153,118 @@ class Boxes:
                 options.append(Option(box=name, needs=needs, run_s=self._run_s(job, box.kind)))
         return options, why_not
 
+    # --- jobs over several boxes -------------------------------------------------------------------------------------
+
+    def is_over_several(self, job: Job) -> bool:
+        """Returns whether a job asks for several boxes. On a joined box itself, no job does."""
+        return job.windlass.get("boxes") is not None  # its other settings may be unreadable
+
+    def parts_of(self, job_id: str) -> Sequence[JobPart]:
+        """Returns the parts of a job that other boxes have or get, by position."""
+        return self._fleet.parts.get(job_id, ())
+
+    def boxes_of(self, job: Job) -> tuple[Sequence[JoinedBox], str | None]:
+        """Returns the other boxes of a job over several boxes, or why they are not all there.
+
+        They are those that have its parts; before, those that it asks for. If it asks for a number, they are those
+        with the fewest jobs, and stay the same until one of them is closed.
+        """
+        by_node = {box.node: box for box in self.by_name.values()}
+        if parts := self.parts_of(job.id):
+            found = [by_node[part.node] for part in parts if part.node in by_node]
+            if len(found) < len(parts):
+                return found, "a box that has a part of its states was removed; `windlass restart` begins it again"
+            return found, _why_away(found)
+        asked = self._settings_of(job).boxes
+        assert asked is not None, "it asks for several boxes"
+        if isinstance(asked, list):
+            names = [name for name in asked if name != HEAD_NAME]
+            if unknown := [name for name in names if name not in self.by_name]:
+                return (), f"{told_boxes(unknown)}, which it asks for, {'has' if len(unknown) == 1 else 'have'} left"
+            found = [self.by_name[name] for name in names]
+        else:
+            found = list(self._chosen_boxes(job, asked - 1))
+            if len(found) < asked - 1:
+                return found, f"it asks for {asked} boxes, and {len(found) + 1} are open to it"
+        closed = [f"box {box.name} {why}" for box in found if (why := self.why_no_part(box)) is not None]
+        return found, "; ".join(closed) or None
+
+    def is_draining(self, job: Job) -> bool:
+        """Returns whether a box that has a part of a job is being drained, so that its attempt ends at a commit."""
+        nodes = {part.node for part in self.parts_of(job.id)}
+        return any(box.is_draining for box in self.by_name.values() if box.node in nodes)
+
+    def has_lost_a_box(self, job: Job) -> bool:
+        """Returns whether a box that has a part of a job was removed, so that its attempt ends at once."""
+        removed = {box.node for box in self._fleet.absent if box.state == BoxRowState.REMOVED.value}
+        return any(part.node in removed for part in self.parts_of(job.id))
+
+    def why_not_ready(self, job: Job) -> tuple[str | None, bool]:
+        """Returns why an attempt of a job cannot begin yet on the boxes that have its parts, or None.
+
+        Also whether it can within moments, so that the job keeps its room.
+        """
+        boxes = {box.node: box for box in self.by_name.values()}
+        for part in self.parts_of(job.id):
+            box = boxes[part.node]
+            if part.state == PartState.LOST.value:
+                return f"{part.told}; `windlass restart` begins it again from its newest exported model", False
+            if part.state == PartState.COPYING.value:
+                return part.told or f"its files are to be copied to box {box.name}", False
+            if (why := _why_another_release(box)) is not None:
+                return f"box {box.name} {why}", False
+            if part.state == PartState.RUNNING.value:
+                return f"the processes of attempt {part.served} have not ended yet on box {box.name}", True
+            if part.served < job.attempt:
+                return f"box {box.name} has not heard of the end of attempt {job.attempt} yet", True
+            if part.port is None:
+                why = f": {part.told}" if part.told else ""
+                return f"box {box.name} has told no port for other boxes yet{why}", False
+        return None, False
+
+    def why_no_part(self, box: JoinedBox) -> str | None:
+        """Returns why a box gets no part of a job over several boxes, or None."""
+        if box.why_closed is not None:
+            return box.why_closed
+        if (why := _why_another_release(box)) is not None:
+            return why
+        has_told = box.facts is not None and box.facts.link_host is not None
+        return None if has_told else "has not told its address for other boxes"
+
+    def _chosen_boxes(self, job: Job, number: int) -> Sequence[JoinedBox]:
+        known = [self.by_name[name] for name in self._chosen.get(job.id, ()) if name in self.by_name]
+        if len(known) < number or any(self.why_no_part(box) for box in known):
+            taken = {name for job_id, names in self._chosen.items() if job_id != job.id for name in names}
+            least = self._settings_of(job).least_gpus
+            fitting = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
+            free = [box for box in fitting if self.why_no_part(box) is None]
+            known = sorted(free, key=lambda box: (box.name in taken, len(box.holders) + len(box.spread), box.name))[
+                :number
+            ]
+            self._chosen[job.id] = [box.name for box in known]
+        return known
+
+    def whole_box(self, job: Job, box: JoinedBox) -> Option:
+        """Returns the option of a job that needs all devices of a box, as a part of a job does."""
+        if job.id not in self._stages or not self.parts_of(job.id):
+            plan = stages_of(self._settings, job.id) if self.parts_of(job.id) else None
+            self._stages[job.id] = {} if plan is None else {stage.box: stage for stage in plan.stages}
+        num_devices, stage = box.resources.num_devices, self._stages[job.id].get(box.name)
+        demand = Demand(num_devices=num_devices)
+        if stage is not None:
+            is_cpu = box.resources.num_gpus == 0
+            demand = demand_by(stage.peak_gib, stage.arena_nbytes, num_devices=1, is_cpu=is_cpu)
+            demand = replace(demand, num_devices=num_devices)
+        return Option(box=box.name, needs=box.capacity.needs(job.id, demand))
+
+    def _whole_holder(self, job: Job, box: JoinedBox) -> Holder:
+        """Returns a job over several boxes that holds all of a box."""
+        is_leaving = job.status is not JobStatus.RUNNING or job.cancel_requested
+        takes = self.whole_box(job, box).needs
+        return Holder(
+            job_id=job.id, takes=takes, priority=job.priority, created_at=job.created_at, is_leaving=is_leaving
+        )
+
     def numbers(self, job: Job) -> Mapping[str, PlanNumbers]:
         """Returns the numbers of a job's plans, by the kind of box."""
         if job.id not in self._numbers:
@@ -156,7 +293,7 @@ class Boxes:
 
     def _left_s(self, box: JoinedBox) -> Mapping[str, float]:
         left_s = {}
-        for job in box.holders:
+        for job in (*box.holders, *box.spread):
             seconds = seconds_to_go(job) if job.attempt else self._run_s(job, box.kind)
             if seconds is not None:
                 left_s[job.id] = seconds
@@ -170,6 +307,19 @@ def seconds_to_go(job: Job) -> float | None:
         return None
     left_s = job.estimated_finish - time.time()
     return left_s if left_s > 0 else None
+
+
+def _why_another_release(box: JoinedBox) -> str | None:
+    if box.facts is not None and box.facts.windlass == windlass.__version__:
+        return None
+    return f"runs another release of windlass than the head, {windlass.__version__}"
+
+
+def _why_away(boxes: Sequence[JoinedBox]) -> str | None:
+    closed = [
+        f"box {box.name}, which has a part of it, {box.why_closed}" for box in boxes if box.why_closed is not None
+    ]
+    return "; ".join(closed) or None
 
 
 def told_boxes(names: Sequence[str]) -> str:

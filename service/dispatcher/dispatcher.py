@@ -32,6 +32,7 @@ from windlass.service.dispatcher.outcomes import (
     open_journal,
     pause_job,
 )
+from windlass.service.dispatcher.parts import PartsHere, SpreadJobs
 from windlass.service.dispatcher.placement import (
     JoinedBox,
     MachineCapacity,
@@ -44,10 +45,12 @@ from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
 from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
 from windlass.service.dispatcher.replanner import (
     Ask,
+    AskStages,
     ChangedMachine,
     MeasuredSteps,
     Replanner,
     ask_planner,
+    ask_stages,
     must_end_for_plan,
 )
 from windlass.service.dispatcher.runners import EndedAttempts, RunnerLostError, Runners
@@ -65,8 +68,9 @@ from windlass.service.jobs import (
     shown_gpus_of,
     why_it_waits_for_room,
 )
-from windlass.service.machine.fleet import read_hold
+from windlass.service.machine.fleet import PartLink, read_hold
 from windlass.service.preparation import Preparation, PreparationMemory, PreparationOrder, preparation_of
+from windlass.service.validation import ReportedError
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.memory import may_find_room_later
 from windlass.storage.sql import (
@@ -74,6 +78,7 @@ from windlass.storage.sql import (
     TERMINAL_STATUSES,
     Database,
     Job,
+    JobPart,
     JobStatus,
     JournalError,
     StatusConflict,
@@ -94,6 +99,10 @@ _LOST = (
 
 # If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
+_UNKNOWN_PARTS = (
+    "its boxes are not known, because the service was restored from a backup that is older than its division; "
+    "`windlass restart` begins it again from its newest exported model"
+)
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
@@ -118,6 +127,7 @@ class Dispatcher:
         *,
         prepare: Callable[[PreparationOrder], Preparation] = preparation_of,
         ask: Ask = ask_planner,
+        ask_over_boxes: AskStages = ask_stages,
         look: Callable[[], MachineCapacity] | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
@@ -152,6 +162,8 @@ class Dispatcher:
             jitter=jitter,
         )
         self._box_planner = BoxPlanner(settings, ask=ask)
+        self._parts = PartsHere(database, settings, runners, resources, lease.node, clock, is_busy=self._works_on_jobs)
+        self._spread = SpreadJobs(database, settings, runners, resources, ask_over_boxes)
         self._preparations = Preparations(
             database,
             settings,
@@ -175,10 +187,11 @@ class Dispatcher:
             since = self._full[0] if self._was_full_lately else self._clock()
             self._full = (since, self._clock())
         must_adopt, self._last_pass_failed = self._last_pass_failed, True
-        self._hold = self._read_hold()
         if self._lease.renew():
             self._forget()
             must_adopt = True
+        self._parts.tick()
+        self._hold = self._read_hold() or self._parts.hold
         if must_adopt:
             self._adopt_all()
         for job in self._lease.claim():
@@ -215,6 +228,7 @@ class Dispatcher:
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
         self._box_planner.close()
+        self._spread.close()
         self._housekeeping.close()
         self._lease.give_up()
 
@@ -225,6 +239,7 @@ class Dispatcher:
         self._preparations.drop(keep=())
         self._corrections.drop(keep=())
         self._renewals.drop(keep=())
+        self._spread.drop(keep=())
         self._watches.clear()
 
     def _forget_all_but(self, job_ids: Collection[str]) -> None:
@@ -284,6 +299,7 @@ class Dispatcher:
                 fail_job(session, job, "journal_damaged", str(error))
             is_over = True
         if is_over:
+            self._spread.ended(job.id)
             self._ended.await_exit(job.id, job.attempt, is_hung=runner is _Runner.HUNG)
             self._note_room_needed(job, records)
             self._report_full_disk(job)
@@ -367,7 +383,7 @@ class Dispatcher:
         """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
             self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
-        elif job.status is JobStatus.RUNNING and self._yields_at_once(job):
+        elif self._queue.boxes.has_lost_a_box(job) or (job.status is JobStatus.RUNNING and self._yields_at_once(job)):
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._must_end(job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
@@ -376,6 +392,8 @@ class Dispatcher:
 
     def _must_end(self, job: Job) -> bool:
         """Returns whether a running attempt must end at its next commit, and the job goes on by itself afterwards."""
+        if self._queue.boxes.parts_of(job.id):
+            return self._hold is not None or self._queue.boxes.is_draining(job)
         return self._hold is not None or must_end_for_plan(self._settings, job)
 
     def _yields_at_once(self, job: Job) -> bool:
@@ -399,12 +417,18 @@ class Dispatcher:
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
+    def _works_on_jobs(self) -> bool:
+        """Returns whether processes of this box's own jobs live, or may still live."""
+        leaving = any(attempt.phase is AttemptPhase.EXITING for attempt in self._ended.attempts().values())
+        return leaving or bool(self._jobs(JobStatus.RUNNING, JobStatus.PAUSING))
+
     def _launch_next(self) -> None:
         """Launches the jobs whose turn it is, and stores why the others wait."""
         over = self._ended.attempts().items()
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
+        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.decision.begins})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -436,6 +460,9 @@ class Dispatcher:
         if verdict.is_ready and verdict.box is not None:
             self._hand_over(job, verdict.box)
             return
+        if verdict.over is not None:
+            self._execute_over_boxes(verdict, verdict.over)
+            return
         try:
             plan = load_plan(self._settings, job) if verdict.may_move else None
         except ValueError as error:
@@ -457,9 +484,39 @@ class Dispatcher:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
-    def _launch(self, job: Job, plan: JobPlan | None, *, gpus: int) -> None:
-        """Launches an attempt on this number of GPUs. Raises NoPlanForGpusError if the job's plans are for others."""
-        attempt, fields, message = Attempt(job.attempt + 1), JobFields(), ""
+    def _execute_over_boxes(self, verdict: Verdict, boxes: Sequence[JoinedBox]) -> None:
+        """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
+        job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
+        if not (verdict.is_ready and verdict.decision.begins):
+            self._queue.explain(job, verdict.reason)
+        elif not parts and job.attempt:
+            self._queue.explain(job, _UNKNOWN_PARTS)
+        elif not parts:
+            if (reason := self._spread.give(job, boxes)) is not None:
+                self._queue.explain(job, reason)
+        else:
+            try:
+                links = self._spread.new_attempt(job, boxes, parts)
+            except ReportedError as error:
+                self._queue.explain(job, str(error))
+                return
+            self._launch(job, None, gpus=shown_gpus_of(job), over=(parts, links))
+
+    def _launch(
+        self,
+        job: Job,
+        plan: JobPlan | None,
+        *,
+        gpus: int,
+        over: tuple[Sequence[JobPart], Sequence[PartLink]] | None = None,
+    ) -> None:
+        """Launches an attempt on this number of GPUs. Raises NoPlanForGpusError if the job's plans are for others.
+
+        `over`: the parts of other boxes, and how all boxes reach each other; None: the job is on this box alone.
+        """
+        # A box may have served attempts that this home does not know, because it was restored from a backup.
+        last = max([job.attempt, *(part.served for part in over[0])]) if over is not None else job.attempt
+        attempt, fields, message = Attempt(last + 1), JobFields(), ""
         if plan is not None:
             plan, fields, message = plan_for_gpus(self._settings, job, plan, gpus)
         with self._database.write() as session:
@@ -482,12 +539,18 @@ class Dispatcher:
                 raise StatusConflict(job.id, "as it was read", "resumed with other settings")
             if message:
                 EventRepository(session).add(job.id, attempt=attempt, message=message)
+            if over is not None:
+                self._spread.want(session, job, attempt, *over)
         self._watches[job.id].attempt = AttemptWatch(attempt=attempt)
         try:
-            self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace))
+            if over is None:
+                self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace))
+            else:
+                self._spread.start(claimed, over[1])
         except Exception as error:  # noqa: BLE001  # any error here is this job's error
             _LOG.exception("could not be started", extra=about(job.id, attempt))
             # All started processes must be gone before the next job gets the device.
+            self._spread.ended(job.id)
             self._ended.await_exit(job.id, attempt)
             self._runners.kill(JobId(job.id), attempt)
             with self._database.write() as session:

@@ -5,6 +5,7 @@ import functools
 import logging
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import ray
@@ -12,9 +13,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.actors.job import JobSpec
 from windlass.actors.runtime import ray_runner as deploy
+from windlass.actors.runtime.boxes import LinkConfig, start_box_runner, start_first_box_runner
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import Lease
-from windlass.service.dispatcher.replanner import ask_planner
+from windlass.service.dispatcher.replanner import ask_planner, ask_stages
 from windlass.service.dispatcher.runners import RunnerLostError
 from windlass.service.installation import DispatcherLock, Settings, boot_id, node_of
 from windlass.service.jobs import MachineResources
@@ -41,8 +43,20 @@ class RayRunners:
 
     def start(self, spec: JobSpec) -> None:
         """Launches a job's runner. Raises RunnerLostError if Ray fails, else the runner's own error."""
+        self._launch(deploy.start_runner, spec)
+
+    def start_first_part(self, specs: Sequence[JobSpec], config: LinkConfig) -> None:
+        """Launches the first box's runner of a job over several boxes. Raises as `start`."""
+        self._launch(start_first_box_runner, specs, config)
+
+    def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
+        """Launches another box's runner of a job over several boxes. Raises as `start`."""
+        self._launch(start_box_runner, spec, config)
+
+    @staticmethod
+    def _launch(launch: Callable[..., None], *arguments: object) -> None:
         try:
-            deploy.start_runner(spec)
+            launch(*arguments)
         except ray.exceptions.RayTaskError:
             raise  # an error of the runner itself
         except (ray.exceptions.RayError, ConnectionError) as error:
@@ -98,6 +112,7 @@ def run_dispatcher(settings: Settings) -> None:
         lease,
         prepare=functools.partial(preparation_of, start=server.start),
         ask=functools.partial(ask_planner, start=server.start),
+        ask_over_boxes=functools.partial(ask_stages, start=server.start),
     )
     heartbeat = threading.Thread(target=lease.beat_until, args=(ending,), name="lease", daemon=True)
     heartbeat.start()

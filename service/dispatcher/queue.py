@@ -85,6 +85,7 @@ class Verdict:
     is_ready: bool = True  # else it only gets the reason
     box: JoinedBox | None = None  # that gets the job; None: it begins or waits here
     gpus: int | None = None  # that it begins with here; None: those that it has
+    over: Sequence[JoinedBox] | None = None  # the other boxes of a job over several boxes
 
     @property
     def may_move(self) -> bool:
@@ -161,9 +162,11 @@ class JobQueue:
         pauses = {job.id: self._pause_before_retry(job) for job in queued}
         lacks = {job.id: self._lacks_room(job.id) for job in queued}
         placing = _Placing(capacity=capacity, holders={HEAD_NAME: list(present)})
-        placing.holders |= {name: list(box.holders) for name, box in self.boxes.by_name.items()}
+        placing.holders |= {name: [*box.holders, *box.spread] for name, box in self.boxes.by_name.items()}
         candidates = [
-            self._candidate(job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+            (self._candidate_over_boxes if self.boxes.is_over_several(job) else self._candidate)(
+                job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None
+            )
             for job in queued
             if job.id not in leaving and job.id not in too_many
         ]
@@ -194,22 +197,30 @@ class JobQueue:
                 reason = f"one of your running jobs must end first (your limit: {most})"
             elif pause_s is not None:
                 reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
+            elif placement is not None and (why := placing.why_not_together.get(job.id)) is not None:
+                reason = why
             elif decision.begins or placement is None:
                 reason = ""
             else:
                 reason = self._reason(job, placement, placing, num_before)
-            is_ready = job.id not in (*leaving, *too_many) and pause_s is None and lacks[job.id] is None
+            is_ready = job.id not in (*leaving, *too_many, *placing.why_not_together)
+            is_ready = is_ready and pause_s is None and lacks[job.id] is None
             begins = is_ready and decision.begins and name == HEAD_NAME
             lacking = self._lacking_devices(job, placing.holders[HEAD_NAME], soon_ready) if begins else ()
             if self._yields_to_preparation(job, lacking):
                 decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
             if job.lease_holder == self._lease.holder:
                 # A box makes room by itself for a job that it was given.
-                is_given = name != HEAD_NAME and (decision.begins or bool(decision.pauses) or decision.will_pause)
+                over = placing.over.get(job.id)
+                is_given = (
+                    over is None
+                    and name != HEAD_NAME
+                    and (decision.begins or bool(decision.pauses) or decision.will_pause)
+                )
                 box = self.boxes.by_name[name] if is_given else None
                 gpus = self._num_gpus(job)
                 verdicts.append(
-                    Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box, gpus=gpus)
+                    Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box, gpus=gpus, over=over)
                 )
             if decision.begins:
                 placing.holders[name].append(job)
@@ -357,6 +368,8 @@ class JobQueue:
             budget_nbytes = plan_bounds(self._settings, job).host_memory_nbytes
             plan, is_cpu = load_plan(self._settings, job), self._resources.num_gpus == 0
             gpus, chooses = gpus_of(job), chooses_gpus(job)
+            if self.boxes.is_over_several(job):
+                gpus, chooses = self._resources.num_devices, False
             if plan is not None and not chooses and gpus in plan.gpu_numbers:
                 plan = plan.for_gpus(gpus)
             demands = demands_of(plan, num_devices=gpus, chooses=chooses, budget_nbytes=budget_nbytes, is_cpu=is_cpu)
@@ -385,6 +398,29 @@ class JobQueue:
             is_ready=is_ready,
             waits_for=watch.waits_for,
             passed_s=0.0 if watch.passed_since is None else self._clock() - watch.passed_since,
+        )
+
+    def _candidate_over_boxes(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
+        """Returns a job over several boxes as the policy sees it. It needs each of its boxes as a whole."""
+        others, why_not = self.boxes.boxes_of(job)
+        parts, demand = self.boxes.parts_of(job.id), Demand(num_devices=self._resources.num_devices)
+        options = [Option(box=HEAD_NAME, needs=placing.capacity.needs(job.id, demand))]
+        options += [self.boxes.whole_box(job, box) for box in others]
+        is_soon = False
+        if why_not is None and parts:
+            why_not, is_soon = self.boxes.why_not_ready(job)
+        if why_not is not None:
+            placing.why_not_together[job.id] = why_not
+        placing.over[job.id] = others
+        placing.options[job.id], placing.why_not[job.id] = {option.box: option for option in options}, {}
+        # While a box is away, or files are copied, which may be for long, it keeps no room.
+        may_keep = why_not is None or is_soon
+        return Candidate(
+            job_id=job.id,
+            options=options if may_keep else (),
+            priority=job.priority,
+            is_ready=is_ready and why_not is None,
+            together=may_keep,
         )
 
     def _here(self, job: Job) -> tuple[float | None, bool]:
@@ -488,7 +524,7 @@ class JobQueue:
             for name, decision in decisions.items()
             if not decision.begins
         ]
-        parts += in_short([*boxes, *placing.why_not[job.id].values()])
+        parts += in_short([*filter(None, boxes), *placing.why_not[job.id].values()])
         decision = placement.decision
         if decision.never and len(decisions) == 1:
             return "; ".join(parts)
@@ -537,6 +573,8 @@ class _Placing:
     holders: dict[str, list[Job]]  # by box
     options: dict[str, Mapping[str, Option]] = field(default_factory=dict)  # by job and box
     why_not: dict[str, Mapping[str, str]] = field(default_factory=dict)  # by job: why other boxes are no options
+    over: dict[str, Sequence[JoinedBox]] = field(default_factory=dict)  # by job over several boxes: the other ones
+    why_not_together: dict[str, str] = field(default_factory=dict)  # by such a job: why it cannot begin yet
 
 
 def _short_of(resource: str, needed: int, lack: int, *, num_gpus: int) -> str:

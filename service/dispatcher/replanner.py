@@ -17,6 +17,7 @@ from windlass.actors.timeline import FOLDER
 from windlass.engine.memory_plan import reserved_nbytes
 from windlass.planner.predictions import MIN_STEPS
 from windlass.planner.question import ChangedInputs, JobPlan, PlanRequest, ReplanRequest
+from windlass.planner.stages import StagesRequest
 from windlass.service.dispatcher.outcomes import pause_job
 from windlass.service.installation import Settings
 from windlass.service.jobs import (
@@ -31,7 +32,15 @@ from windlass.service.jobs import (
     with_gpus,
 )
 from windlass.service.machine import measured_hardware
-from windlass.service.preparation import PLAN_JOB, Preparation, PreparationError, plan_step, tell_warnings
+from windlass.service.preparation import (
+    PLAN_JOB,
+    Preparation,
+    PreparationError,
+    PreparationStep,
+    plan_step,
+    stages_step,
+    tell_warnings,
+)
 from windlass.service.preparation.sandbox import Start, start_limited
 from windlass.service.validation import count_text
 from windlass.storage.sql import Database, Job, JobMetrics
@@ -50,13 +59,23 @@ _NUM_LAST_STEPS = 5  # that a renewed prediction is made by; the timelines of no
 _STARTS_A_RESTART = 2
 
 Ask = Callable[[Path, PlanRequest], Preparation]
+AskStages = Callable[[Path, StagesRequest], Preparation]
 
 
 def ask_planner(work_dir: Path, request: PlanRequest, start: Start = start_limited) -> Preparation:
     """Starts a planner process. Its files go to `work_dir`, which is created anew."""
+    return _asked(work_dir, lambda: plan_step(work_dir, request), start)
+
+
+def ask_stages(work_dir: Path, request: StagesRequest, start: Start = start_limited) -> Preparation:
+    """Starts a planner process for a job over several boxes, as `ask_planner` does. Its result is PLAN_STAGES."""
+    return _asked(work_dir, lambda: stages_step(work_dir, request), start)
+
+
+def _asked(work_dir: Path, make_step: Callable[[], PreparationStep], start: Start) -> Preparation:
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
-    return Preparation([plan_step(work_dir, request)], work_dir=work_dir, start=start)
+    return Preparation([make_step()], work_dir=work_dir, start=start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

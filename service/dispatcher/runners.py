@@ -1,11 +1,12 @@
 """The runners of jobs: the interface to them, and the end of their attempts, until no process and no state is left."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from windlass.actors.job import JobSpec
 from windlass.actors.lifecycle import close_attempt, kill_attempt
+from windlass.actors.runtime.boxes import LinkConfig
 from windlass.service.data import free_space, remove_arenas, remove_states
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatches
 from windlass.service.installation import Settings, about
@@ -34,6 +35,15 @@ class Runners(Protocol):
 
         Raises RunnerLostError, or the error that keeps the job from running.
         """
+
+    def start_first_part(self, specs: Sequence[JobSpec], config: LinkConfig) -> None:
+        """Launches the first box's part of a job over several boxes, as `start` does.
+
+        `specs`: those of all boxes, in their order.
+        """
+
+    def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
+        """Launches another box's part, as `start` does. It ends by itself when the first box has ended, or is lost."""
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         """Returns whether the runner exists."""

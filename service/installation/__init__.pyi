@@ -2,6 +2,7 @@
 
 from windlass.service.installation.addresses import address_of as address_of
 from windlass.service.installation.addresses import is_loopback as is_loopback
+from windlass.service.installation.addresses import is_one_address as is_one_address
 from windlass.service.installation.addresses import is_unspecified as is_unspecified
 from windlass.service.installation.addresses import same_address as same_address
 from windlass.service.installation.client import RequestRefusedError as RequestRefusedError
@@ -22,6 +23,9 @@ from windlass.service.installation.home import node_of as node_of
 from windlass.service.installation.home import prepare_home as prepare_home
 from windlass.service.installation.home import room_reason as room_reason
 from windlass.service.installation.home import telling_of_disk as telling_of_disk
+from windlass.service.installation.link_host import link_host_of as link_host_of
+from windlass.service.installation.link_host import note_link_host as note_link_host
+from windlass.service.installation.link_host import noted_link_host as noted_link_host
 from windlass.service.installation.local_key import KEY_FILE as KEY_FILE
 from windlass.service.installation.local_key import keep_local_key as keep_local_key
 from windlass.service.installation.local_key import kept_key as kept_key

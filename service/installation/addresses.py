@@ -18,6 +18,13 @@ def is_unspecified(host: str) -> bool:
     return address is not None and address.is_unspecified
 
 
+def is_one_address(host: str) -> bool:
+    """Returns whether it is an address of one machine that other machines could call it by."""
+    address = address_of(host)
+    # The interface of a scoped address ("fe80::1%eth0") has another name on each machine.
+    return address is not None and not address.is_unspecified and getattr(address, "scope_id", None) is None
+
+
 def same_address(one: str, other: str) -> bool:
     """Returns whether both are addresses and equal."""
     return address_of(one) is not None and address_of(one) == address_of(other)

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from windlass.actors.lifecycle import numa_nodes
-from windlass.service.installation.addresses import is_loopback, is_unspecified
+from windlass.service.installation.addresses import is_loopback, is_one_address, is_unspecified
 from windlass.service.installation.logs import LogFormat
 from windlass.service.installation.machine import num_cores
 from windlass.service.validation import ReportedError, describe_value, name_hint, near_names, plain_reason
@@ -32,6 +32,7 @@ CORES_TO_DIVIDE = 8
 
 _NAME_ANOTHER = "name a directory on an SSD that you may write to"
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _TB_NBYTES = 10**12  # as data sheets count
 _Days = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Tbw = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -68,6 +69,10 @@ class Settings(BaseSettings):
     # The address at which other boxes reach this one, which then is their head; None: no other box joins.
     cluster_host: str | None = None
     cluster_port: int = Field(default=8643, ge=1, le=65535)
+    # The address at which other boxes of a job reach this one. None: a box takes that from which it calls its head, and
+    # a head takes cluster_host.
+    link_host: str | None = None
+    link_ports: str | None = None  # the ports for it, such as "7700-7719"; None: any that is free
     # Minutes without an answer of the head after which a box ends its attempts, each at a commit.
     box_lease_minutes: float = Field(default=10, gt=0, le=60 * 24 * 365)
     max_attempts: int = Field(default=5, ge=1)  # that are lost in a row, without a step of progress, before a job fails
@@ -184,6 +189,24 @@ class Settings(BaseSettings):
                 raise ValueError("must be an IP address, such as 127.0.0.1, or 0.0.0.0 for all of them") from None
         return value
 
+    @field_validator("link_host")
+    @classmethod
+    def _address_of_this_machine(cls, value: str | None) -> str | None:
+        if value is not None and not is_one_address(value):
+            raise ValueError("must be one IP address of this machine that the other boxes reach, such as 192.168.1.10")
+        return value
+
+    @field_validator("link_ports", mode="before")
+    @classmethod
+    def _range_of_ports(cls, value: Any) -> str | None:
+        if value is None:
+            return None
+        found = _PORTS.fullmatch(str(value))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= 65535:
+            raise ValueError("must be a range of ports, such as 7700-7719")
+        return f"{first}-{last}"
+
     @field_validator("host_names")
     @classmethod
     def _plain_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,6 +275,14 @@ class Settings(BaseSettings):
         if self.host_names:
             return f"host_names is {', '.join(self.host_names)}"
         return f"trusted_proxies is {', '.join(self.trusted_proxies)}" if self.trusted_proxies else None
+
+    @property
+    def link_port_range(self) -> range | None:
+        """The ports of `link_ports`; None: any that is free."""
+        if self.link_ports is None:
+            return None
+        first, last = map(int, self.link_ports.split("-"))
+        return range(first, last + 1)
 
     @property
     def files_dir(self) -> Path:

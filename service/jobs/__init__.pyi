@@ -48,3 +48,10 @@ from windlass.service.jobs.spec_builder import settings_of as settings_of
 from windlass.service.jobs.spec_builder import shown_gpus_of as shown_gpus_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear
+from windlass.service.jobs.stage_plans import STAGES_FILE as STAGES_FILE
+from windlass.service.jobs.stage_plans import build_stage_spec as build_stage_spec
+from windlass.service.jobs.stage_plans import fields_of_stages as fields_of_stages
+from windlass.service.jobs.stage_plans import keep_stages as keep_stages
+from windlass.service.jobs.stage_plans import stages_of as stages_of
+from windlass.service.jobs.stage_plans import stages_of_answer as stages_of_answer
+from windlass.service.jobs.stage_plans import stages_request as stages_request

@@ -61,6 +61,17 @@ class BoxKind:
     host_memory_gib: float | None = None  # the budgets of its home
     gpu_memory_gib: float | None = None
 
+    @classmethod
+    def of_home(cls, settings: Settings, resources: MachineResources, hardware: Hardware | None) -> "BoxKind":
+        """Returns the kind of a home's own box. `hardware`: its stored profile; None: it was not measured."""
+        return cls(
+            resources=resources,
+            hardware=hardware,
+            num_optimizers=settings.num_cpu_optimizers,
+            host_memory_gib=settings.host_memory_gib,
+            gpu_memory_gib=settings.gpu_memory_gib,
+        )
+
     @functools.cached_property
     def key(self) -> str:
         """The name of its folder in a job's folder."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from sqlalchemy.orm import Session
 from windlass.engine.training_config import Initialization
 from windlass.service.installation import Settings, node_of, was_restored
 from windlass.service.validation import ApiError, model_dir
-from windlass.storage.sql import TERMINAL_STATUSES, Box, Checkpoint, Job, JobStatus
+from windlass.storage.sql import TERMINAL_STATUSES, Box, Checkpoint, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
@@ -18,6 +19,8 @@ from windlass.storage.sql.repositories import (
     JobRepository,
     MirrorRepository,
     NewJob,
+    PartRepository,
+    PartState,
     is_away,
     told_lease_s,
 )
@@ -40,6 +43,13 @@ def plan_restart(session: Session, settings: Settings, job: Job, *, box: str | N
     """
     checkpoint = _newest_checkpoint(session, settings, job)
     windlass: dict[str, Any] = {**job.windlass, "box": box}
+    names = windlass.get("boxes")
+    if box is not None:
+        windlass["boxes"] = None
+    elif isinstance(names, list):
+        here = {box.name for box in BoxRepository(session).all(node_of(settings.home)) if not is_away(box)}
+        if len(set(names) - here) > 1:  # the head, and one that is not here
+            windlass["boxes"] = len(names)
     method = job.method
     resolved = job.hyperparameters or {}
     if checkpoint is not None and job.total_steps and "epochs" in resolved:
@@ -84,12 +94,36 @@ def end_for_restart(session: Session, settings: Settings, job: Job) -> None:
     if job.status in TERMINAL_STATUSES:
         return
     box = BoxRepository(session).by_node(job.node)
+    parts = PartRepository(session).of_job(job.id)
+    if box is None and parts:
+        _end_with_lost_part(session, settings, job, parts)
+        return
     if box is None:
         raise _refusal(f"job {job.id} is {job.status} and goes on by itself; cancel it first to begin it again")
     _check_box_is_lost(settings, job, box)
     message = f"Cancelled, because box {box.name} is away and another job goes on for it"
     JobRepository(session).transition(job.id, job.status, JobStatus.CANCELLED, message=message)
     MirrorRepository(session).end_here(job.id, node_of(settings.home))
+
+
+def _end_with_lost_part(session: Session, settings: Settings, job: Job, parts: Sequence[JobPart]) -> None:
+    """Ends a job over several boxes of which one has lost its part, has left, or is away for longer than its lease.
+
+    Raises ApiError if none is, or the job may go on by itself.
+    """
+    rows = [(BoxRepository(session).by_node(part.node), part) for part in parts]
+    lost = [box for box, part in rows if box is not None and part.state == PartState.LOST.value]
+    gone = [box for box, _ in rows if box is not None and (is_away(box) or box.state == BoxState.REMOVED.value)]
+    if job.status in (JobStatus.RUNNING, JobStatus.PAUSING) or not (lost or gone):
+        raise _refusal(
+            f"job {job.id} is {job.status} and goes on by itself when its boxes are there; cancel it first to begin it "
+            "again"
+        )
+    if not lost:
+        _check_box_is_lost(settings, job, gone[0])
+    box, what = (lost[0], "has lost its part of it") if lost else (gone[0], "is away")
+    message = f"Cancelled, because box {box.name} {what} and another job goes on for it"
+    JobRepository(session).transition(job.id, job.status, JobStatus.CANCELLED, message=message)
 
 
 def note_restart(session: Session, job_id: str, restart: Restart) -> None:

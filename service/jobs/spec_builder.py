@@ -164,7 +164,7 @@ def preparation_order(
         sequence_length=asked.sequence_length,
         precision=asked.windlass.precision,
         random_weights=asked.initialization is Initialization.RANDOM,
-        layout_file=_layout_file(folder),
+        layout_file=layout_file(folder),
         kept_checks_dir=settings.home / _KEPT_CHECKS,
         dataset_dir=dataset_dir(folder),
         work_dir=folder / "prepare",
@@ -343,7 +343,7 @@ def _job_spec(
         job=JobId(job.id),
         attempt=Attempt(job.attempt),
         model_dir=str(_model_dir(settings, job.model)),
-        layout_file=str(_layout_file(folder)),
+        layout_file=str(layout_file(folder)),
         dataset_dir=str(dataset_dir(folder)),
         num_validation_examples=num_validation_examples,
         job_dir=str(folder),
@@ -381,7 +381,7 @@ def settings_of(job: "Job") -> JobSettings:
     return JobSettings.from_row(job.method, job.windlass, job.seed)
 
 
-def _layout_file(folder: Path) -> Path:
+def layout_file(folder: Path) -> Path:
     return folder / "layout.json"
 
 

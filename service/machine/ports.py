@@ -10,6 +10,8 @@ from windlass.service.installation import (
     find_process,
     find_serving,
     is_loopback,
+    link_host_of,
+    same_address,
     with_descendants,
 )
 from windlass.service.machine.doctor import Finding
@@ -66,6 +68,9 @@ def _finding(settings: Settings, host: str, port: int, role: str) -> Finding:
     name = "Ray" if role == "ray" else f"the {role}"
     if is_here_only:
         return Finding(what=what, found=f"{name}: this machine only" + (", a token" if role == "ray" else ""))
+    if (link_host := link_host_of(settings)) is not None and same_address(host, link_host):
+        protected = "TLS 1.3, with a certificate of each box, and a secret of each attempt"
+        return Finding(what=what, found=f"the other boxes of a job call it: {protected}")
     return Finding(
         what=what,
         found=f"{name}: other machines reach it",

@@ -14,12 +14,14 @@ from windlass.service.preparation.pipeline import preparation_of as preparation_
 from windlass.service.preparation.steps import CHECK_MODEL as CHECK_MODEL
 from windlass.service.preparation.steps import KINDS_FOLDER as KINDS_FOLDER
 from windlass.service.preparation.steps import PLAN_JOB as PLAN_JOB
+from windlass.service.preparation.steps import PLAN_STAGES as PLAN_STAGES
 from windlass.service.preparation.steps import PREPARE_DATA as PREPARE_DATA
 from windlass.service.preparation.steps import QUESTION_FILE as QUESTION_FILE
 from windlass.service.preparation.steps import PreparationOrder as PreparationOrder
 from windlass.service.preparation.steps import PreparationStep as PreparationStep
 from windlass.service.preparation.steps import Results as Results
 from windlass.service.preparation.steps import plan_step as plan_step
+from windlass.service.preparation.steps import stages_step as stages_step
 from windlass.service.preparation.steps import step_server as step_server
 from windlass.service.preparation.steps import warm_planner as warm_planner
 from windlass.service.preparation.turns import Candidate as Candidate

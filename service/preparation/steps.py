@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from windlass.actors.job import JobSpec
 from windlass.engine.model import MODELS_MODULE
 from windlass.planner.question import PlanRequest
+from windlass.planner.stages import StagesRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import PASSED_ON, StepServer, WarmProcess
 from windlass.storage.ids import Precision
@@ -25,6 +26,7 @@ DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
+PLAN_STAGES = "plan_stages"
 CHECK_BUDGETS = "check_budgets"
 QUESTION_FILE = "question.json"  # the request to the planner
 KINDS_FOLDER = "kinds"  # plans for other kinds of boxes, each in a folder named by the kind
@@ -35,14 +37,23 @@ _TITLES = {
     CHECK_MODEL: "the check of the model",
     PREPARE_DATA: "the preparation of the data",
     PLAN_JOB: "planning",
+    PLAN_STAGES: "planning over several boxes",
     CHECK_BUDGETS: "the check of the budgets",
 }
-_TIMEOUTS_S = {DOWNLOAD_MODEL: 24 * 3600, CHECK_MODEL: 600, PREPARE_DATA: 3600, PLAN_JOB: 600, CHECK_BUDGETS: 600}
+_TIMEOUTS_S = {
+    DOWNLOAD_MODEL: 24 * 3600,
+    CHECK_MODEL: 600,
+    PREPARE_DATA: 3600,
+    PLAN_JOB: 600,
+    PLAN_STAGES: 1800,  # it makes plans of many divisions of the model
+    CHECK_BUDGETS: 600,
+}
 # Modules of the steps.
 _DOWNLOADER = "windlass.service.preparation.hub_download"
 _CHECKER = "windlass.engine.checkpoint.check_model"
 _PREPARER = "windlass.engine.data.tokenize"
 _PLANNER = "windlass.planner.planning.worker"
+_STAGES_PLANNER = "windlass.planner.stages.worker"
 _BUDGETS = "windlass.actors.job.check_budgets"
 # Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
 # is missing, so it reads no user's file.
@@ -131,7 +142,7 @@ def step_server(log_path: Path) -> StepServer:
     The download is excluded, because its process has secrets.
     """
     return StepServer(
-        (_CHECKER, _PREPARER, _PLANNER, _BUDGETS), log_path, also=(MODELS_MODULE,)
+        (_CHECKER, _PREPARER, _PLANNER, _STAGES_PLANNER, _BUDGETS), log_path, also=(MODELS_MODULE,)
     )  # the checker and the planner build models
 
 
@@ -178,6 +189,13 @@ def plan_step(work_dir: Path, request: PlanRequest) -> PreparationStep:
     return replace(
         step, command=command, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words
     )
+
+
+def stages_step(work_dir: Path, request: StagesRequest) -> PreparationStep:
+    """Makes the step that plans a job over several boxes. Its files go to `work_dir`, which must exist."""
+    path = work_dir / QUESTION_FILE
+    path.write_text(json.dumps(request.to_json()))
+    return _step(work_dir, PLAN_STAGES, (_STAGES_PLANNER, "--question", path))
 
 
 def _other_plan_step(

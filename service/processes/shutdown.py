@@ -13,7 +13,7 @@ from windlass.service.installation import Serving, Settings, end_processes, find
 from windlass.service.machine import RayCluster
 from windlass.service.validation import ReportedError, report_database_errors, told_jobs
 from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
-from windlass.storage.sql.repositories import JobRepository
+from windlass.storage.sql.repositories import JobRepository, PartRepository, PartState
 
 
 class JobsRunningError(ReportedError):
@@ -55,9 +55,12 @@ def shut_down(settings: Settings, *, force: bool) -> Ended:
 
 
 def running_jobs(settings: Settings) -> tuple[str, ...]:
-    """Returns the ids of the jobs that have a runner."""
+    """Returns the ids of the jobs that have a runner, also of those of which this box has a part."""
     with _database(settings) as database:
-        return tuple(job.id for job in _jobs_here(database, settings))
+        with database.read() as session:
+            parts = PartRepository(session).on(node_of(settings.home))
+        parts_here = (part.job_id for part in parts if part.state == PartState.RUNNING.value)
+        return (*(job.id for job in _jobs_here(database, settings)), *parts_here)
 
 
 def is_box_free(settings: Settings) -> bool:

@@ -50,6 +50,7 @@ DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 MAX_GPUS = 16  # of one box
+MAX_BOXES = 16  # of one job
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
@@ -100,6 +101,22 @@ GpuNumber = Annotated[
     PlainValidator(_auto_or_int(1, MAX_GPUS)),
     _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
 ]
+
+
+def _check_boxes(value: Any) -> Any:
+    """Returns a number of boxes, or their names."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 2 <= value <= MAX_BOXES:
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(name, str) and 1 <= len(name) <= 64 for name in value):
+        if not 2 <= len(value) <= MAX_BOXES:
+            raise ValueError(f"must name 2 to {MAX_BOXES} boxes; a job on one box names it in `box`")
+        if len(set(value)) < len(value):
+            raise ValueError("must name each box once")
+        return list(value)
+    raise ValueError(f"must be a number of boxes from 2 to {MAX_BOXES}, or a list of their names")
+
 
 # In JSON a word is a string, which is no member of an enum to strict validation.
 _WORD = Field(strict=False)
@@ -205,6 +222,26 @@ class WindlassSettings(_Strict):
     gpus: GpuNumber = 1
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
+    # The number or the names of the boxes that share the job's blocks, the head's own among them; null: one box.
+    boxes: Annotated[
+        int | list[str] | None,
+        PlainValidator(_check_boxes),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 2, "maximum": MAX_BOXES},
+                    {
+                        "type": "array",
+                        "items": {"type": "string", "minLength": 1, "maxLength": 64},
+                        "minItems": 2,
+                        "maxItems": MAX_BOXES,
+                        "uniqueItems": True,
+                    },
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
     budgets: Budgets = Budgets()
     lora: None = None
 
@@ -307,6 +344,12 @@ class WindlassSettings(_Strict):
             "final_model": self.final_model is FinalModel.BEST,
         }
         return next((name for name, is_asked in asked.items() if is_asked), None)
+
+    @model_validator(mode="after")
+    def _one_box_or_several(self) -> Self:
+        if self.box is not None and self.boxes is not None:
+            raise ValueError(f"give box ({self.box}) for one box or boxes for several, not both")
+        return self
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:

@@ -14,6 +14,7 @@ class KeyKind(StrEnum):
     ACTIVATION_GRAD = "activation_grad"  # the gradient of the input of the first block of a stage
     EVALUATION = "evaluation"  # the output of the last block of a stage, in an evaluation
     PARAM_GRAD = "param_grad"  # the sum of one box's gradients of a tensor that two boxes use
+    EXPORT = "export"  # params of a chunk, for the model's folder
 
 
 _PHASES = {kind: phase for phase, kind in enumerate(KeyKind)}

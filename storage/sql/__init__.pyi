@@ -28,8 +28,10 @@ from windlass.storage.sql.models import File as File
 from windlass.storage.sql.models import Job as Job
 from windlass.storage.sql.models import JobEvent as JobEvent
 from windlass.storage.sql.models import JobMetrics as JobMetrics
+from windlass.storage.sql.models import JobPart as JobPart
 from windlass.storage.sql.models import JoinCode as JoinCode
 from windlass.storage.sql.models import LoginSession as LoginSession
+from windlass.storage.sql.models import NetworkRate as NetworkRate
 from windlass.storage.sql.models import Removal as Removal
 from windlass.storage.sql.models import StoredThing as StoredThing
 from windlass.storage.sql.models import WebhookDelivery as WebhookDelivery

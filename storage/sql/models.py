@@ -165,6 +165,22 @@ class Box(Base):
     seen_at: Mapped[float]  # when it last called
     facts: Mapped[dict[str, Any]] = mapped_column(JSON)  # what it is made of; see service.machine.fleet
     capacity: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what is free on it
+    # The measurement of the network that it is to take part in, and what it has answered; see service.machine.fleet.
+    probe: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    probe_answer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class NetworkRate(Base):
+    """The newest measurement of the network from one box of a head to another."""
+
+    __tablename__ = "network_rates"
+
+    head: Mapped[str] = mapped_column(String(64), primary_key=True)  # its home
+    source: Mapped[str] = mapped_column(String(64), primary_key=True)  # the id of a box, or "box-head"
+    target: Mapped[str] = mapped_column(String(64), primary_key=True)
+    bytes_per_s: Mapped[float]
+    round_trip_s: Mapped[float]
+    measured_at: Mapped[float]
 
 
 class JoinCode(Base):
@@ -194,6 +210,28 @@ class BoxInstruction(Base):
     kind: Mapped[str] = mapped_column(String(16))  # "take", "cancel", "pause", "resume"
     body: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[float]
+
+
+class JobPart(Base):
+    """A box's part of a job over several boxes.
+
+    The head has the parts of all other boxes, as it wants them and as they tell. A box has its own.
+    """
+
+    __tablename__ = "job_parts"
+
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True, index=True)  # the home of the box
+    position: Mapped[int]  # of the box among the boxes of the job; the head's own box is 0
+    # --- as the head wants it
+    attempt: Mapped[int] = mapped_column(default=0)  # the attempt that the box is to serve; 0: none
+    link: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # how it reaches the other boxes
+    is_over: Mapped[bool] = mapped_column(default=False)  # the job is, so the part is to be removed
+    # --- as the box tells it
+    state: Mapped[str] = mapped_column(String(16))  # "copying", "ready", "running", "lost"
+    served: Mapped[int] = mapped_column(default=0)  # the attempt that the box serves, or has served last
+    port: Mapped[int | None]  # at which it listens for the next attempt; NULL: not known
+    told: Mapped[str | None] = mapped_column(_Words())  # how far it is, or why it cannot, in words for users
 
 
 class JobEvent(Base):

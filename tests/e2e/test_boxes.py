@@ -1,5 +1,6 @@
 """Several boxes that work for one service, as their users see them. Each box is a set of namespaces of this machine."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,33 @@ def test_jobs_train_on_all_boxes_at_once_and_their_models_are_on_the_head(
     # A box keeps nothing of a job that has ended.
     left = [(joined[name].home, jobs[name]) for name in joined.others]
     _await(lambda: not any(list(home.rglob(f"{job_id}*")) for home, job_id in left), "the boxes discard their jobs")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_doctor_measures_the_network_between_all_boxes_and_leaves_no_port_open(joined: BoxService) -> None:
+    rate = 100e6 / 8
+    _await(lambda: all(box["link_host"] for box in joined.boxes().values()), "all boxes have told their addresses")
+    joined.network["left"].shape(rate * 8)
+    told = json.loads(joined.head.ok("doctor", "--network", "--json", timeout_s=DEADLINE_S))
+    assert (told["problems"], told["left_out"]) == ([], [])
+    pairs = {(pair["box"], pair["other_box"]): pair for pair in told["pairs"]}
+    assert set(pairs) == {(HEAD, "left"), (HEAD, "right"), ("left", "right")}
+    for names, pair in pairs.items():
+        for way in ("there_bytes_per_s", "back_bytes_per_s"):
+            # A shaped link is never faster than it is shaped, but for its burst, and the others are.
+            assert (pair[way] < 1.2 * rate) == ("left" in names)
+            assert pair[way] > rate / 2
+        assert 0 < pair["round_trip_s"] < 1
+    assert {port for _, port in joined.head.outer_listeners()} == {CLUSTER_PORT}
+    for name in joined.others:
+        assert joined[name].outer_listeners() == set()
+    # The other boxes are measured without the one that is away.
+    joined.network["left"].switch_off()
+    joined.await_box("left", "away")
+    told = joined.head.ok("doctor", "--network", timeout_s=DEADLINE_S)
+    assert "1 of 1: head and right" in told
+    assert "left was left out: it is away" in told
 
 
 @pytest.mark.long

@@ -12,11 +12,11 @@ import pytest
 
 from tests.integration.test_ray_training import Driver, num_steps, wait_for
 from tests.support.storage.links import SECRET, Authority, quick
-from tests.support.training import journal_of, leftovers_of
+from tests.support.training import boxes_of, journal_of, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import NAMES
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig
 from windlass.service.machine.ray_cluster import RayCluster
@@ -107,7 +107,7 @@ def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tm
     assert outcome["status"] == "succeeded", (outcome, errors_of(spec))
     await_ends(boxes, specs)
     Run.of(spec).assert_equals(one)
-    assert errors_of(spec) == ""
+    assert [errors_of(each) for each in specs] == [""] * len(specs)
     assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
 
 
@@ -130,7 +130,7 @@ def test_a_box_whose_runner_is_killed_ends_the_attempt_and_the_next_one_goes_on(
         assert "box 'east'" in outcomes[0].message
     else:
         assert outcomes == []
-        assert "box 'north' was silent" in errors_of(spec)
+        assert "box 'north' was silent" in errors_of(specs[1])
     assert num_steps(spec) < 40
 
     again = [dataclasses.replace(each, attempt=Attempt(2)) for each in specs]
@@ -149,5 +149,5 @@ def test_a_job_that_is_cancelled_ends_on_all_boxes(boxes: list[Box], tmp_path: P
     boxes[0].driver.cancel(specs[0])
     assert boxes[0].driver.await_end(specs[0])["status"] == "cancelled"
     await_ends(boxes, specs)
-    assert errors_of(spec) == ""
+    assert [errors_of(each) for each in specs] == [""] * len(specs)
     assert [leftovers_of(each) for each in specs] == [[]] * len(specs)

@@ -44,7 +44,7 @@ from pathlib import Path
 from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
-from windlass.actors.runtime.boxes import start_box_runner
+from windlass.actors.runtime.boxes import start_box_runner, start_first_box_runner
 from windlass.actors.runtime.ray_runner import cancel_runner, find_runner, start_runner
 
 answers = os.fdopen(os.dup(1), "w")
@@ -55,7 +55,11 @@ for line in sys.stdin:
     if verb == "start":
         start_runner(pickle.loads(Path(arguments[0]).read_bytes()))
     elif verb == "start box":
-        start_box_runner(*pickle.loads(Path(arguments[0]).read_bytes()))
+        specs, box, config = pickle.loads(Path(arguments[0]).read_bytes())
+        if box:
+            start_box_runner(specs[box], config)
+        else:
+            start_first_box_runner(specs, config)
     elif verb == "find":
         answer = find_runner(*arguments) is not None
     elif verb == "cancel":

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from windlass.actors.job.journal import JournalRecord, read_journal
 from windlass.actors.job.spec import JobSpec
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.data.examples import FORMAT_VERSION, NO_TARGET
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
@@ -152,6 +154,51 @@ def keep_calibration(ssd_dir: Path) -> None:
     volume = Volume.open(ssd_dir, direct=has_direct_io(ssd_dir))
     volume.keep_calibration(CALIBRATION.to_json())
     volume.close()
+
+
+def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
+    """The specification of each box: its SSDs, its arena, its part of the placement, and copies of all files.
+
+    No two boxes have a path in common.
+    """
+    root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
+    for box, stage in enumerate(stages):
+        ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
+        arena_dir = root / f"shm{box}"
+        arena_dir.mkdir(exist_ok=True)
+        for ssd_dir in map(Path, ssd_dirs):
+            if not ssd_dir.exists():
+                keep_calibration(ssd_dir)
+        own = dataclasses.replace(
+            place,
+            host_blocks=tuple(filter(stage.has, place.host_blocks)),
+            device_blocks=tuple(filter(stage.has, place.device_blocks)),
+            streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
+        )
+        here = with_own_files(spec, root / f"box{box}") if box else spec
+        boxes.append(
+            dataclasses.replace(
+                here, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
+            )
+        )
+    return boxes
+
+
+def with_own_files(spec: JobSpec, home: Path) -> JobSpec:
+    """The specification for a box that has copies of the first one's files in its own home."""
+    if not home.exists():
+        (home / "job").mkdir(parents=True)
+        shutil.copytree(spec.model_dir, home / "model")
+        shutil.copytree(spec.dataset_dir, home / "data")
+        shutil.copy(spec.layout_file, home / "layout.json")
+    return dataclasses.replace(
+        spec,
+        model_dir=str(home / "model"),
+        layout_file=str(home / "layout.json"),
+        dataset_dir=str(home / "data"),
+        job_dir=str(home / "job"),
+        output_dir=str(home / "out"),
+    )
 
 
 def make_partition(spec: JobSpec) -> Partition:

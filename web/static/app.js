@@ -5,7 +5,7 @@ import { Boxes } from "./views/boxes.js";
 import { Detail, timesOf } from "./views/detail.js";
 import { byId, installCopyButtons, setBadge, setOptional, setText } from "./support/dom.js";
 import * as format from "./support/format.js";
-import { Jobs, TERMINAL, missingFrom, nameOf, progressOf, reasonOf } from "./views/jobs.js";
+import { Jobs, TERMINAL, boxesOf, missingFrom, nameOf, progressOf, reasonOf } from "./views/jobs.js";
 
 const PAGE_SIZE = 50;
 const RETRY_MS = 1000;
@@ -202,7 +202,7 @@ function renderItem(item, entry) {
   else link.removeAttribute("aria-current");
   setText(part(".job-name"), nameOf(job));
   setBadge(part(".badge"), job.status);
-  const about = [nameOf(job) !== job.model && job.model, shortId(job.id), boxes.areSeveral && job.windlass.box];
+  const about = [nameOf(job) !== job.model && job.model, shortId(job.id), boxes.areSeveral && boxesOf(job)];
   setText(part(".job-model"), about.filter(Boolean).join(" · "));
   const bar = part("progress");
   bar.hidden = !total || job.status === "succeeded" || (step === 0 && job.status !== "running");

@@ -7,3 +7,4 @@ from windlass.actors.runtime.boxes.local_boxes import over_sockets as over_socke
 from windlass.actors.runtime.boxes.local_boxes import run_local_box as run_local_box
 from windlass.actors.runtime.boxes.other_boxes import BoxFailedError as BoxFailedError
 from windlass.actors.runtime.boxes.ray_runners import start_box_runner as start_box_runner
+from windlass.actors.runtime.boxes.ray_runners import start_first_box_runner as start_first_box_runner

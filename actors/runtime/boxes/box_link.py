@@ -3,9 +3,10 @@
 import contextlib
 import queue
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
@@ -19,10 +20,12 @@ from windlass.actors.messages import (
     Phase,
     PullSpan,
     SpanPulled,
+    SpansReported,
     StatusDescribed,
     decode,
     encode,
 )
+from windlass.actors.runtime.boxes.peer_clock import PeerClock
 from windlass.storage.ids import ActorName, BoxName, Span, Step
 from windlass.storage.io_scheduler import IoResult
 from windlass.storage.link import (
@@ -41,12 +44,16 @@ from windlass.storage.link import (
 from windlass.storage.memory import Arena
 
 _KINDS = {
+    None: KeyKind.EXPORT,
     Phase.FORWARD: KeyKind.ACTIVATION,
     Phase.HEAD: KeyKind.ACTIVATION,
     Phase.BACKWARD: KeyKind.ACTIVATION_GRAD,
     Phase.EVALUATE: KeyKind.EVALUATION,
     Phase.EVALUATE_HEAD: KeyKind.EVALUATION,
 }
+# Priorities of pulls. Shared params are many bytes, and are needed at the end of a pass only. Exports go last, because
+# compute waits for the rest.
+_URGENT, _SHARED, _EXPORTED = (0, 0), (1, 0), (2, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,7 @@ class Mail:
 
     to: ActorName
     batch: bytes  # of `encode`
+    sent_s: float  # by the sender's monotonic clock
 
 
 class BoxLink:
@@ -103,15 +111,18 @@ class BoxLink:
         spec: JobSpec,
         end: LinkEnd,
         requests: Sequence[type] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts to listen and to connect.
 
         `requests`: the types of messages that are for no actor. They come to `self.requests` with the index of the box
-        that sent them, as does the error of a lost box.
+        that sent them, as does the error of a lost box. `clock`: that of the spans of this box.
         """
         self.requests: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._job, self._box, self._stage = spec.job, spec.box, spec.stages[spec.box]
+        self._job = spec.job
         self._name, self._names = link_name(spec.box), end.names
+        self._clock, self._clocks = clock, {name: PeerClock() for name in end.addresses}
         self._arena: Arena | None = None
         self._send: Callable[[ActorName, Message], None] = _lost
         self._deliver: Callable[[ActorName, Message], None] = _lost
@@ -150,14 +161,15 @@ class BoxLink:
         """Carries out a message. Raises LinkError if the other box is lost."""
         match message:
             case OfferSpan():
-                block = message.crossing.block
-                taker = self._names[self._box + (1 if block >= self._stage.stop else -1)]
+                taker = self._names[message.box]
                 offered = self._link.offer(_key(message.crossing), self._buffer(message.span), {taker})
                 taken = OfferTaken(job=self._job, step=message.step, crossing=message.crossing)
                 self._when_done(offered, lambda result: self._send(message.reply_to, taken))
             case PullSpan():
                 source, slot = self._names[message.box], self._buffer(message.span)
-                pulled = self._link.pull(_key(message.crossing), slot, source=source)
+                crossing = message.crossing
+                priority = _EXPORTED if crossing.is_export else _SHARED if crossing.is_shared else _URGENT
+                pulled = self._link.pull(_key(message.crossing), slot, source=source, priority=priority)
                 self._when_done(pulled, lambda result: self._send(message.reply_to, self._pulled(message, result)))
             case DescribeStatus():
                 text = self._link.describe()
@@ -171,7 +183,8 @@ class BoxLink:
 
         Waits while the other box has too many to confirm. Raises LinkError if it is lost.
         """
-        self._link.send(self._names[box_of(to)], Mail(to=to, batch=encode([message])))
+        mail = Mail(to=to, batch=encode([message]), sent_s=self._clock())
+        self._link.send(self._names[box_of(to)], mail)
 
     def post_all(self, messages: Sequence[Message]) -> None:
         """Carries out messages of actors that wait for no answer. An error is sent to the scheduler."""
@@ -202,7 +215,7 @@ class BoxLink:
         self._link.close()
 
     def _buffer(self, span: Span) -> memoryview:
-        assert self._arena is not None, "a GPU worker offers and pulls once there is an arena"
+        assert self._arena is not None, "actors offer and pull once there is an arena"
         return self._arena.buffer(span)
 
     # --- in threads of the link -------------------------------------------------------------------------------------
@@ -223,8 +236,10 @@ class BoxLink:
 
     def _take(self, sender: BoxName, message: Any) -> None:
         if isinstance(message, Mail):
+            clock = self._clocks[sender]  # one thread takes the messages of a box
+            clock.heard(message.sent_s, self._clock())
             for each in decode(message.batch):
-                self._deliver(message.to, each)
+                self._deliver(message.to, _by_this_clock(each, clock))
         else:
             self.requests.put((self._names.index(sender), message))
 
@@ -241,11 +256,23 @@ def _lost(to: ActorName, message: Message) -> None:
     """Stands for `send` before there are actors."""
 
 
+def _by_this_clock(message: Message, clock: PeerClock) -> Message:
+    """Returns a message of another box with times by the clock of this one."""
+    if not isinstance(message, SpansReported):
+        return message
+    behind_s = clock.behind_s
+    spans = (span._replace(start_s=span.start_s + behind_s, end_s=span.end_s + behind_s) for span in message.spans)
+    return replace(message, spans=tuple(spans))
+
+
 def _key(crossing: Crossing) -> LinkKey:
+    kind = _KINDS[crossing.phase]
+    if crossing.is_shared:
+        kind = KeyKind.PARAM_GRAD if crossing.phase is Phase.BACKWARD else KeyKind.PARAM
     return LinkKey(
-        kind=_KINDS[crossing.phase],
+        kind=kind,
         step=crossing.step,
         group=crossing.group,
         block=crossing.block,
-        part=crossing.microbatch,
+        part=crossing.part,
     )

@@ -80,8 +80,9 @@ def run_local_box(
         others, is_over, in_order = OtherBoxes(link, end.names), False, False
         try:
             here = make_box()
-            contexts = others.contexts(specs[1:], partition.layout)
-            commit = start_actors(specs, functools.partial(others.call, here.call))
+            contexts = others.contexts(specs, partition.layout)
+            all_specs = [spec, *(context.spec for context in contexts)]
+            commit = start_actors(all_specs, functools.partial(others.call, here.call))
             scheduler = Scheduler(
                 here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts
             )

@@ -9,12 +9,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_context
 from windlass.actors.runtime import START_DEADLINE_S, CallActors
 from windlass.actors.runtime.boxes.box_link import BoxLink
+from windlass.actors.runtime.boxes.copies import digests_of, require_alike
 from windlass.actors.scheduler import ActorLostError
 from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout
@@ -31,8 +32,10 @@ class BoxPlanned:
     """A box has planned its part. The first box makes the same plan from these facts."""
 
     ssds: tuple[SsdFacts, ...]
+    ssd_dirs: tuple[str, ...]  # its own, of which the first box may know neither the paths nor the number
     free_nbytes: int  # of host memory, when it planned
     arena_nbytes: int
+    digests: dict[str, str]  # see `digests_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +110,23 @@ class OtherBoxes:
         self._num_calls = 0
 
     def contexts(self, specs: Sequence[JobSpec], layout: ModelLayout) -> list[JobContext]:
-        """Waits until all other boxes have planned, and returns their contexts. `specs`: those of the other boxes.
+        """Waits until all other boxes have planned, and returns their contexts. `specs`: those of all boxes.
+
+        The box itself tells its SSDs. Its other paths in `specs` are not read.
 
         Raises:
             BoxFailedError, ActorLostError, TimeoutError: a box cannot plan its part, is lost, or does not answer.
+            ValueError: a box has other settings, or another model or dataset, than the first one.
         """
-        planned = self._await({spec.box for spec in specs}, BoxPlanned, START_DEADLINE_S, "planned its part")
+        first, *others = specs
+        digests = digests_of(first, layout)
+        planned = self._await({spec.box for spec in others}, BoxPlanned, START_DEADLINE_S, "planned its part")
         contexts = []
-        for spec in specs:
+        for spec in others:
             there = planned[spec.box]
-            contexts.append(context := make_context(spec, layout, "", there.ssds, free_nbytes=there.free_nbytes))
+            require_alike(self._names[spec.box], digests, there.digests)
+            theirs = replace(spec, ssd_dirs=there.ssd_dirs)
+            contexts.append(context := make_context(theirs, layout, "", there.ssds, free_nbytes=there.free_nbytes))
             if context.plan.arena_nbytes != there.arena_nbytes:
                 raise ValueError(
                     f"box {self._names[spec.box]!r} plans {bytes_text(there.arena_nbytes)} of host memory, and the "
@@ -227,8 +237,14 @@ def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[Callable[[], Non
     first_box = _FirstBox(link)
     try:
         box = make_box(first_box.check_end)
-        arena_nbytes = box.context.plan.arena_nbytes
-        _tell(link, BoxPlanned(ssds=box.context.ssds, free_nbytes=box.free_nbytes, arena_nbytes=arena_nbytes))
+        planned = BoxPlanned(
+            ssds=box.context.ssds,
+            ssd_dirs=box.context.spec.ssd_dirs,
+            free_nbytes=box.free_nbytes,
+            arena_nbytes=box.context.plan.arena_nbytes,
+            digests=digests_of(spec, box.context.layout),
+        )
+        _tell(link, planned)
         while not isinstance(request := first_box.next_request(box.check), AttemptEnded):
             if not isinstance(request, ActorsCalled):
                 raise ValueError(f"the first box sent {request}")

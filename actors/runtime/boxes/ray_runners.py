@@ -2,7 +2,8 @@
 
 The first box's runner has the scheduler, and calls the actors of all boxes. The others serve it. The process of each
 runner holds the box's link: it moves bytes between the other boxes and the arena, and passes messages on, which reach
-the processes of its box over sockets. Only the scheduler sends messages to actors of other boxes, and gets some.
+the processes of its box over sockets. Only the scheduler, and the optimizer that exports the model, send messages to
+actors of other boxes. Only the scheduler gets some.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name
+from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name, optimizer_name
 from windlass.actors.messages import Message
 from windlass.actors.runtime import (
     MessageServer,
@@ -54,6 +55,10 @@ class LeadRunner(Runner):
             outcome: dict[str, Any] = {"status": INTERRUPTED}
             try:
                 mailboxes = {SCHEDULER: MessageServer(self._post).address}
+                # This box's optimizer asks those of other boxes for what it exports.
+                for spec in self._specs[1:]:
+                    mover = optimizer_name(0, spec.box)
+                    mailboxes[mover] = MessageServer(functools.partial(link.deliver, mover)).address
                 here = _start_box(self.spec, layout, link, mailboxes, self._check_stop, ending)
                 boxes.append(here)
                 outcome = self._train_with(here, others, link, layout)
@@ -65,8 +70,9 @@ class LeadRunner(Runner):
                 here.stop_actors(is_over=is_over)
 
     def _train_with(self, here: RayBox, others: OtherBoxes, link: BoxLink, layout: ModelLayout) -> dict[str, Any]:
-        contexts = others.contexts(self._specs[1:], layout)
-        commit = start_actors(self._specs, functools.partial(others.call, here.call))
+        contexts = others.contexts(self._specs, layout)
+        specs = [self.spec, *(context.spec for context in contexts)]
+        commit = start_actors(specs, functools.partial(others.call, here.call))
         elsewhere = Outbox(link.deliver)
 
         def send(to: ActorName, message: Message) -> None:
@@ -109,16 +115,20 @@ class BoxRunner(RunnerActor):
         self._note_error(traceback.format_exc())
 
 
-def start_box_runner(specs: Sequence[JobSpec], box: int, config: LinkConfig) -> None:
-    """Launches a box's part of an attempt on the caller's node; Ray must be connected. Returns when it has begun.
+def start_first_box_runner(specs: Sequence[JobSpec], config: LinkConfig) -> None:
+    """Launches the first box's part of an attempt on the caller's node; see `start_box_runner`.
 
-    `specs`: those of all boxes, in their order. `box`: the index of this one. The runner is named like that of a
-    job on one box, so the same calls find it. Only the first box's can be cancelled and paused.
+    `specs`: those of all boxes, in their order. Only this runner can be cancelled and paused.
     """
-    if box:
-        launch_runner(BoxRunner, specs[box], specs[box], config)
-    else:
-        launch_runner(LeadRunner, specs[0], tuple(specs), config)
+    launch_runner(LeadRunner, specs[0], tuple(specs), config)
+
+
+def start_box_runner(spec: JobSpec, config: LinkConfig) -> None:
+    """Launches another box's part of an attempt on the caller's node; Ray must be connected.
+
+    Returns when it has begun. The runner is named like that of a job on one box, so the same calls find it.
+    """
+    launch_runner(BoxRunner, spec, spec, config)
 
 
 def _start_link(spec: JobSpec, config: LinkConfig, ending: contextlib.ExitStack) -> BoxLink:

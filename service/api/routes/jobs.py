@@ -5,7 +5,7 @@ Endpoints only store requests; the dispatcher acts on them.
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -65,6 +65,7 @@ from windlass.storage.sql.repositories import (
     JobRepository,
     MirrorRepository,
     NewJob,
+    PartRepository,
 )
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
@@ -158,6 +159,12 @@ def resume_job(
     with context.database.write() as session:
         if isinstance(gpus, int):
             job = JobRepository(session, caller.only_of).get(job_id)
+            if job.windlass.get("boxes") is not None:
+                raise ApiError(
+                    "windlass.gpus: the number of GPUs of a job over several boxes does not change",
+                    param="windlass.gpus",
+                    code="invalid_value",
+                )
             _check_gpus(context, session, gpus, node=job.node)
             _check_microbatches(job, gpus)
         job = _request(context, session, caller, Instruction.RESUME, job_id, gpus=gpus)
@@ -221,6 +228,23 @@ def _check_box(context: Context, session: Session, name: str | None) -> str | No
             code="invalid_value",
         )
     return None if name is None else nodes[name]
+
+
+def _check_boxes(context: Context, session: Session, asked: int | list[str] | None) -> None:
+    """Raises ApiError unless there are the boxes over which a job is to be spread. The head's own is the first."""
+    here = node_of(context.settings.home)
+    names = [HEAD_NAME, *(box.name for box in BoxRepository(session).all(here))]
+    why: str | None = None
+    if isinstance(asked, int):
+        if asked > len(names):
+            why = f"it asks for {asked} boxes, and this service has {len(names)}: {', '.join(names)}"
+    elif asked is not None:
+        if unknown := [name for name in asked if name not in names]:
+            why = f"there is no box {unknown[0]!r}; there are {', '.join(names)}"
+        elif HEAD_NAME not in asked:
+            why = f"the head's own box must be among them: add {HEAD_NAME!r}"
+    if why is not None:
+        raise ApiError(f"windlass.boxes: {why}", param="windlass.boxes", code="invalid_value")
 
 
 def _check_microbatches(job: Job, gpus: int) -> None:
@@ -345,6 +369,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
     boxes = _boxes(context, session)
+    parts = _names_of_parts(session, boxes)
     return [
         JobObject.of(
             job,
@@ -353,10 +378,19 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
             box=boxes.get(job.node),
+            boxes=parts.get(job.id),
             is_here=is_local(context.settings, job),
         )
         for job in rows
     ]
+
+
+def _names_of_parts(session: Session, boxes: Mapping[str | None, str]) -> dict[str, list[str]]:
+    """Returns the boxes of each job over several boxes that was divided, in the order of its blocks."""
+    names = dict[str, list[str]]()
+    for part in PartRepository(session).all():
+        names.setdefault(part.job_id, [HEAD_NAME]).append(boxes.get(part.node, "a removed box"))
+    return names
 
 
 def _boxes(context: Context, session: Session) -> dict[str | None, str]:
@@ -392,6 +426,7 @@ def _new_job(context: Context, caller: Caller, body: CreateJob, idempotency_key:
     with context.database.read() as session:
         check_priority(session, context.settings, caller, settings.windlass.priority)
         node = _check_box(context, session, settings.windlass.box)
+        _check_boxes(context, session, settings.windlass.boxes)
         _check_gpus(context, session, settings.windlass.least_gpus, node=node)
         visible = is_visible(session, caller, body.model)
         if visible:

@@ -162,6 +162,7 @@ class BoxObject(Identified):
     devices: BoxDevices
     memory: BoxMemory
     ssds: list[BoxSsd]
+    link_host: str | None  # the address at which other boxes of a job reach it; null: not known
     link_bytes_per_s: float | None  # between the box and the head; null: the head, or not measured yet
     versions: BoxVersions | None  # null: the box has not told them
     unequal_versions: list[str]  # names of the programs whose versions are not the head's

@@ -226,7 +226,7 @@ class JobError(BaseModel):
 class PreparationState(BaseModel):
     """The progress of a job's preparation."""
 
-    step: str  # "download_model", "check_model", "prepare_data", "plan_job" or "check_budgets"
+    step: str  # "download_model", "check_model", "prepare_data", "plan_job", "plan_stages" or "check_budgets"
     elapsed_s: float  # since the preparation began
     percent: int | None = None  # of the bytes of the job's files, while data is prepared
     line: int | None = None  # the line being read ...
@@ -257,6 +257,7 @@ class JobExtras(BaseModel):
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
     box: str | None  # the box that has its files and states; null: of another service with the same database
+    boxes: list[str] | None  # those that have parts of it, in the order of its blocks; null: one box has all of it
     is_here: bool  # whether this service has its files, so that it can tell their size, plan and timeline
 
 
@@ -295,6 +296,7 @@ class JobObject(BaseModel):
         has_plan: bool = False,
         room_reason: str | None = None,
         box: str | None = None,
+        boxes: Sequence[str] | None = None,
         is_here: bool = True,
     ) -> "JobObject":
         """Converts a job's row, with the metrics of its last step and the SSD wear that they imply.
@@ -340,6 +342,7 @@ class JobObject(BaseModel):
                 last_metrics=last_metrics,
                 ssd_wear=None if last_metrics is None else _ssd_wear(job, last_metrics, ssd_endurance_nbytes),
                 box=box,
+                boxes=None if boxes is None else list(boxes),
                 is_here=is_here,
             ),
         )

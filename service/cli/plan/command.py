@@ -21,7 +21,7 @@ from windlass.planner.hardware import (
 from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli import CommandError
 from windlass.service.cli.arguments import gpus_option
-from windlass.service.cli.plan.inputs import MEASURED, config_of, hardware_of, is_id
+from windlass.service.cli.plan.inputs import MEASURED, config_of, hardware_of, is_id, measured_network_gb_per_s
 from windlass.service.cli.plan.over_boxes import MOST_BOXES, Boxes, boxes_of, print_plans_over_boxes
 from windlass.service.cli.plan.printing import (
     print_comparison,
@@ -74,7 +74,8 @@ def plan(
         typer.Option(
             min=1e-3,
             max=1e6,
-            help="Rate of each box's network card in Gbit/s (default: network_gb_per_s of the hardware, in GB/s).",
+            help="Rate of each box's network card in Gbit/s (default: network_gb_per_s of the hardware, in GB/s; "
+            "without it, on a head, the slowest rate that `windlass doctor --network` has measured).",
         ),
     ] = None,
     num_microbatches: Annotated[
@@ -134,6 +135,7 @@ def plan(
         [(name, hardware_of(settings, name)) for name in names],
         boxes,
         network_gbit_per_s=network,
+        measured_gb_per_s=lambda: measured_network_gb_per_s(settings),
         others={"--find": find, "--trace": trace, "--compare": compare, "--what-if": what_if},
     )
     machine = kinds[0].hardware
@@ -192,7 +194,7 @@ def plan(
             status.update("planning each number of boxes: some seconds for each")
             plans = _plans_over_boxes(kinds, questions)
             warnings = list(dict.fromkeys(warning for kind in kinds for warning in unusual(kind.hardware)))
-            print_plans_over_boxes(plans, warnings, as_json=as_json)
+            print_plans_over_boxes(kinds, plans, warnings, as_json=as_json)
             raise typer.Exit(0 if plans else 2)
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")

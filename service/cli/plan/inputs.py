@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from windlass.amounts import GB
 from windlass.planner.hardware import (
     Hardware,
     ModelShape,
@@ -32,6 +33,19 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
         if Path(name).exists():
             return load(Hardware, Path(name))
         raise CommandError(f"--hardware: there is no file {name}, and {error}; '{MEASURED}' is this machine") from None
+
+
+def measured_network_gb_per_s(settings: Settings) -> float | None:
+    """Returns the slowest rate that `windlass doctor --network` has measured between present boxes of this head.
+
+    None: this home is no head, or nothing was measured.
+    """
+    if not (settings.home / "cluster").is_dir():
+        return None
+    from windlass.service.cluster.head import slowest_rate  # it loads the database's library
+
+    rate = slowest_rate(settings)
+    return None if rate is None else rate / GB
 
 
 def config_of(settings: Settings, model: str, sequence_length: int) -> Any:

@@ -1,8 +1,8 @@
 """The boxes that the command `plan` plans one job over, and the printing of these plans."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 MOST_BOXES = 64  # of one kind
 _BYTES_PER_GBIT = 1e9 / 8
 _NOTES = (
-    "planned by the cost model, not measured. The service cannot run one job over several machines yet: a job over "
-    "several boxes cannot be submitted",
+    "planned by the cost model, not measured; `windlass submit --boxes` spreads a job over boxes that have joined",
     "waits: the share of a step in which the busiest box waits for other boxes. blocks: 0 is the embedding, the last "
     "one is the head",
 )
@@ -30,6 +29,12 @@ class Boxes:
     name: str  # as the user gave it
     number: int
     hardware: Hardware
+    has_measured_network: bool = False
+
+    def with_measured(self, gb_per_s: float) -> "Boxes":
+        """Returns these boxes with a network of this rate, which was measured."""
+        hardware = self.hardware.model_copy(update={"network_gb_per_s": gb_per_s})
+        return replace(self, hardware=hardware, has_measured_network=True)
 
 
 def boxes_of(
@@ -37,11 +42,13 @@ def boxes_of(
     numbers: Sequence[int] | None,
     *,
     network_gbit_per_s: float | None,
+    measured_gb_per_s: Callable[[], float | None],
     others: Mapping[str, object],
 ) -> list[Boxes]:
     """Checks the options about boxes, and returns the boxes of each kind.
 
-    `machines`: the names and profiles of all kinds. `others`: values of options that plans over boxes have not.
+    `machines`: the names and profiles of all kinds. `measured_gb_per_s`: returns the rate of the network, if neither an
+    option nor the hardware tells it. `others`: values of options that plans over boxes have not.
 
     Raises:
         CommandError: the options do not go together. The text names one of them.
@@ -66,14 +73,22 @@ def boxes_of(
         for (name, hardware), number in zip(machines, numbers, strict=True)
     ]
     if sum(numbers) > 1 and any(kind.hardware.network_gb_per_s is None for kind in kinds):
-        raise CommandError("--network: the rate between boxes is not known; give it in Gbit/s, such as 10")
+        if (measured := measured_gb_per_s()) is None:
+            raise CommandError(
+                "--network: the rate between boxes is not known; give it in Gbit/s, such as 10, or measure it on the "
+                "head with `windlass doctor --network`"
+            )
+        kinds = [kind.with_measured(measured) if kind.hardware.network_gb_per_s is None else kind for kind in kinds]
     return kinds
 
 
-def print_plans_over_boxes(plans: "Sequence[StagesReport]", warnings: Sequence[str], *, as_json: bool) -> None:
+def print_plans_over_boxes(
+    kinds: Sequence[Boxes], plans: "Sequence[StagesReport]", warnings: Sequence[str], *, as_json: bool
+) -> None:
     """Prints the plans, which are sorted by step time, in words or as one JSON object."""
+    notes = [*_NOTES, *_network_note(kinds)]
     if as_json:
-        print(json.dumps({"plans": [asdict(plan) for plan in plans], "notes": _NOTES, "warnings": warnings}, indent=2))
+        print(json.dumps({"plans": [asdict(plan) for plan in plans], "notes": notes, "warnings": warnings}, indent=2))
         return
     for warning in warnings:
         print(f"! {warning}")
@@ -86,8 +101,16 @@ def print_plans_over_boxes(plans: "Sequence[StagesReport]", warnings: Sequence[s
     ]
     rows += [_row(plan, one) for plan in plans]
     print_columns(rows)
-    for note in _NOTES:
+    for note in notes:
         print(note)
+
+
+def _network_note(kinds: Sequence[Boxes]) -> Iterator[str]:
+    for kind in kinds:
+        if kind.has_measured_network:
+            rate = kind.hardware.network_gb_per_s
+            yield f"network: {rate:.3g} GB/s, the slowest that `windlass doctor --network` has measured between boxes"
+            return
 
 
 def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:

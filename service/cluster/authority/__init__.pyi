@@ -10,5 +10,7 @@ from windlass.service.cluster.authority.authority import make_box_request as mak
 from windlass.service.cluster.authority.codes import JoinCode as JoinCode
 from windlass.service.cluster.authority.codes import join_commands as join_commands
 from windlass.service.cluster.authority.codes import new_join_code as new_join_code
+from windlass.service.cluster.authority.link_certificate import LinkCertificate as LinkCertificate
+from windlass.service.cluster.authority.link_certificate import ensure_link_of_head as ensure_link_of_head
 from windlass.service.cluster.authority.wheel import digest_of_wheel as digest_of_wheel
 from windlass.service.cluster.authority.wheel import ensure_wheel as ensure_wheel

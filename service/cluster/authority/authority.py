@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from windlass.service.installation import SettingsError, address_of
+from windlass.service.installation import SettingsError, is_one_address
 from windlass.service.validation import ReportedError
 from windlass.storage.files import sync_path, sync_tree
 from windlass.storage.ids import BoxName
@@ -32,7 +32,7 @@ _BACKDATED = timedelta(days=1)  # boxes' clocks may be behind
 _AUTHORITY_LASTS = timedelta(days=30 * 365)
 _BOX_LASTS = timedelta(days=20 * 365)  # a box is excluded by its row, not by its certificate's end
 _SERVER_LASTS = timedelta(days=365)
-_LINK_LASTS = timedelta(days=30)  # for the attempts of one job; each may ask for a new one
+LINK_LASTS = timedelta(days=30)  # each box renews its own in time
 _RENEWED_BEFORE = timedelta(days=120)
 
 
@@ -95,7 +95,7 @@ class Authority:
         """
         name = server_name(box_name)
         names = x509.SubjectAlternativeName([x509.DNSName(name)])
-        builder = _builder(name, _key_of(request_pem), _LINK_LASTS).add_extension(names, critical=False)
+        builder = _builder(name, _key_of(request_pem), LINK_LASTS).add_extension(names, critical=False)
         return _pem_of(self._sign(builder, ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH))
 
     def ensure_server_certificate(self, host: str) -> tuple[Path, Path]:
@@ -170,9 +170,7 @@ def fingerprint_of(pem: str) -> bytes:
 
 def check_cluster_host(host: str) -> None:
     """Raises SettingsError unless boxes can reach this address."""
-    address = address_of(host)
-    # The interface of a scoped address ("fe80::1%eth0") has another name on each machine.
-    if address is None or address.is_unspecified or getattr(address, "scope_id", None) is not None:
+    if not is_one_address(host):
         raise SettingsError(
             f"cluster_host = {host!r}: must be one IP address of this machine that the other boxes reach, such as "
             "192.168.1.10"

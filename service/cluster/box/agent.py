@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +26,12 @@ from windlass.service.cluster.box.connection import (
     membership_of,
 )
 from windlass.service.cluster.box.head_link import HeadLink
+from windlass.service.cluster.box.link_upkeep import LinkUpkeep
+from windlass.service.cluster.box.probes import Probes
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
 from windlass.service.dispatcher import read_capacity
-from windlass.service.installation import Settings, about, node_of
+from windlass.service.installation import Settings, about, link_host_of, node_of
 from windlass.service.jobs import MachineResources
 from windlass.service.machine.fleet import (
     MOST_JOBS,
@@ -36,18 +39,32 @@ from windlass.service.machine.fleet import (
     CapacityReport,
     FactsHere,
     InstructionMessage,
+    LinkPortError,
+    PartOrder,
+    PartReport,
     Silence,
     SsdSpaceReport,
     SyncReply,
     SyncRequest,
+    link_name,
     model_name,
     note_answer,
     read_silence,
+    reserve_link_port,
     write_hold,
 )
 from windlass.storage.files import write_atomically
-from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, NotFound
-from windlass.storage.sql.repositories import BoxState, FileRepository, Instruction, JobReport, MirrorRepository
+from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobPart, NotFound
+from windlass.storage.sql.repositories import (
+    BoxState,
+    FileRepository,
+    Instruction,
+    JobReport,
+    MirrorRepository,
+    PartRepository,
+    PartState,
+    job_of_row,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,18 +106,21 @@ class Agent:
         functions: BoxFunctions,
         *,
         name: str,
+        upkeep: LinkUpkeep | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: the box's, as the head has it."""
+        """`name`: the box's, as the head has it. `upkeep`: of its links to other boxes; None: it has none."""
         self._database = database
         self._settings = settings
         self._link = link
         self._functions = functions
         self._name = name
+        self._upkeep = upkeep
         self._clock = clock
         self._node = node_of(settings.home)
         self._takings = Takings(settings, link, lambda: self._name)
         self._sendings = Sendings(settings, link, lambda: self._name)
+        self._probes = Probes(settings)
         self._memory = _Memory(settings.home, clock)
         self._done = self._memory.read_done()
         self._cursors: Mapping[str, int] = {}
@@ -109,6 +129,8 @@ class Agent:
         self._told_capacity_at = -_CAPACITY_INTERVAL_S
         self._speed: float | None = None  # of the link, in bytes per second
         self._speed_at: float | None = None
+        # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
+        self._ports: dict[tuple[str, int], socket.socket] = {}
         self._lost: dict[str, str] = {}  # why jobs that the head counts on are not here
 
     # --- one call -----------------------------------------------------------------------------------------------------
@@ -136,15 +158,23 @@ class Agent:
             self._on_silence()
             raise
         self._on_answer(request, reply, reports)
+        if self._upkeep is not None:
+            self._upkeep.tend()
         num_done = len(self._done)
         self._match(jobs, reply)
+        self._match_parts(reply.parts)
         self._carry_out(reply.instructions)
-        return bool(reports) or len(self._done) != num_done or bool(self._takings.job_ids())
+        self._probes.follow(reply.probe)
+        is_measuring = reply.probe is not None
+        return bool(reports) or len(self._done) != num_done or bool(self._takings.job_ids()) or is_measuring
 
     def close(self) -> None:
-        """Ends the transfers. What has arrived stays."""
+        """Ends the transfers, and what is measured. What has arrived stays."""
+        self._probes.close()
         self._takings.close()
         self._sendings.close()
+        for kept in self._ports.values():
+            kept.close()
 
     def _held(self) -> Sequence[Job]:
         """Returns the jobs of the head that this box has. A home may have jobs of its own from before it joined."""
@@ -164,9 +194,11 @@ class Agent:
             done=tuple(sorted(self._done)[:MOST_JOBS]),
             capacity=capacity,
             facts=facts,
+            probe=self._probes.answer(),
             held=tuple(job.id for job in jobs),
             jobs=tuple(reports),
             copying=copying,
+            parts=self._told_parts(),
         )
 
     def _new_facts(self, now: float) -> BoxFacts | None:
@@ -248,13 +280,104 @@ class Agent:
                         MirrorRepository(session).begin(job.id, self._node)
             elif job.id not in takes:
                 self._discard(job.id, job)
-        held = {job.id for job in jobs}
-        wanted = takes | reply.cursors.keys()
+        held = {job.id for job in jobs} | {part.job_id for part in self._parts()}
+        wanted = takes | reply.cursors.keys() | reply.parts.keys()
         for job_id in {*self._takings.taken(), *self._takings.job_ids()} - held - wanted:
             self._discard(job_id, None)  # taken back while it was fetched, or removed just now
         self._lost = {job_id: why for job_id, why in self._lost.items() if job_id in reply.cursors}
         for job_id in reply.cursors.keys() - held - takes - self._lost.keys():
             self._take(job_id)  # this box's database was restored from an older backup, or lost
+
+    # --- parts of jobs over several boxes -----------------------------------------------------------------------------
+
+    def _parts(self) -> Sequence[JobPart]:
+        with self._database.read() as session:
+            return PartRepository(session).on(self._node)
+
+    def _told_parts(self) -> dict[str, PartReport]:
+        """Returns what the box tells of its parts, also of those whose files are being copied."""
+        texts, reports = self._takings.texts(), dict[str, PartReport]()
+        for part in self._parts():
+            told, port = texts.get(part.job_id, part.told), None
+            if part.state == PartState.READY.value:
+                try:
+                    port = self._port_of(part)
+                except LinkPortError as error:
+                    told = str(error)
+            reports[part.job_id] = PartReport(
+                position=part.position, state=PartState(part.state), served=part.served, port=port, told=told
+            )
+        for key in self._ports.keys() - {(job_id, told.served) for job_id, told in reports.items()}:
+            self._ports.pop(key).close()
+        return reports
+
+    def _port_of(self, part: JobPart) -> int | None:
+        """Returns the port that is kept for the next attempt of a part. Raises LinkPortError."""
+        host, key = link_host_of(self._settings), (part.job_id, part.served)
+        if host is None:
+            return None
+        if key not in self._ports:
+            self._ports[key] = reserve_link_port(host, self._settings.link_port_range)
+        port: int = self._ports[key].getsockname()[1]
+        return port
+
+    def _match_parts(self, orders: Mapping[str, PartOrder]) -> None:
+        """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
+        known = {part.job_id: part for part in self._parts()}
+        for part in known.values():
+            if part.job_id not in orders:
+                self._remove_part(part)
+            elif part.state == PartState.COPYING.value:
+                self._take_part(part)
+        for job_id, order in orders.items():
+            link = None if order.link is None else order.link.model_dump(mode="json")
+            before = known.get(job_id)
+            told = None if before is None else (before.attempt, before.link, before.is_over)
+            is_behind = before is not None and before.state == PartState.READY.value and before.served < order.ended
+            if told == (order.attempt, link, False) and not is_behind:
+                continue
+            with self._database.write() as session:
+                parts = PartRepository(session)
+                parts.add(job_id, self._node, position=order.position, state=PartState.COPYING)
+                parts.want(job_id, self._node, attempt=order.attempt, link=link, is_over=False)
+                parts.give_up(job_id, self._node, order.ended)
+
+    def _take_part(self, part: JobPart) -> None:
+        row = self._takings.take(part.job_id)
+        if row is None or not self._takings.end(part.job_id):
+            return
+        state, told = PartState.READY, None
+        if row["attempt"] != 0:
+            state, told = PartState.LOST, f"box {self._name} has lost its part of the states"
+        with self._database.write() as session:
+            PartRepository(session).tell(part.job_id, self._node, state=state, served=0, told=told)
+        _LOG.info("part %d is %s", part.position, state.value, extra=about(part.job_id))
+
+    def _remove_part(self, part: JobPart) -> None:
+        """Removes a part, its row last, once the dispatcher has ended its processes. It goes on with the next call."""
+        if not self._takings.end(part.job_id):
+            return
+        # First, so that the dispatcher begins no attempt any more.
+        with self._database.write() as session:
+            parts = PartRepository(session)
+            parts.want(part.job_id, self._node, attempt=0, link=None, is_over=True)
+            now = parts.find(part.job_id, self._node)
+        if now is None or now.state == PartState.RUNNING.value:
+            return
+        row = self._takings.row(part.job_id)
+        try:
+            if row is not None:
+                model = model_name(job_of_row(row, attempt=now.served))
+                if not deletion.remove_job_files(self._settings, part.job_id, attempt=now.served, model=model):
+                    return
+            deletion.remove_job_folder(self._settings, part.job_id)
+        except OSError as error:
+            _LOG.warning("its part could not be removed yet: %s", error, extra=about(part.job_id))
+            return
+        self._takings.forget(part.job_id)
+        with self._database.write() as session:
+            PartRepository(session).remove(part.job_id, self._node)
+        _LOG.info("its part was removed", extra=about(part.job_id))
 
     def _take(self, job_id: str) -> bool:
         """Goes on with taking a job. Returns whether it is here."""
@@ -458,7 +581,9 @@ def run_agent(settings: Settings) -> None:
         database = Database(settings.database_url)
         try:
             link = HeadLink(connection)
-            run_until(ending, Agent(database, settings, link, functions_of(settings), name=membership.name))
+            upkeep = LinkUpkeep(settings.home, link, link_name(membership.name, membership.box_id))
+            functions = functions_of(settings)
+            run_until(ending, Agent(database, settings, link, functions, name=membership.name, upkeep=upkeep))
         except BoxRemoved as error:
             _LOG.warning("%s; this box begins no more attempts", error)
         finally:

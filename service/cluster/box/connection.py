@@ -98,6 +98,7 @@ class HeadConnection:
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
+        self._local_host: str | None = None
 
     @classmethod
     def to(cls, url: str, context: ssl.SSLContext) -> Self:
@@ -122,6 +123,11 @@ class HeadConnection:
     def client(self) -> httpx.Client:
         """The client of HTTP, whose base URL is the head's."""
         return self._client
+
+    @property
+    def local_host(self) -> str | None:
+        """The address of this box from which the last request went; None: none has gone yet."""
+        return self._local_host
 
     def close(self) -> None:
         """Closes all connections."""
@@ -148,8 +154,17 @@ class HeadConnection:
         """Sends a request, and reads the answer as a whole."""
         with told_errors(self._client):
             answer = self._client.request(method, path, **more)
+        self._local_host = _local_host_of(answer) or self._local_host
         raise_refusal(answer)
         return answer
+
+
+def _local_host_of(answer: httpx.Response) -> str | None:
+    stream = answer.extensions.get("network_stream")
+    try:
+        return None if stream is None else str(stream.get_extra_info("client_addr")[0])
+    except OSError:  # the connection has ended since
+        return None
 
 
 class _HeadTransport(httpx.HTTPTransport):

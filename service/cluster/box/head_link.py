@@ -44,6 +44,15 @@ class HeadLink:
         answer = self._call("POST", "/sync", content=request.model_dump_json(), headers=_JSON)
         return _read(SyncReply, answer)
 
+    @property
+    def local_host(self) -> str | None:
+        """The address from which this box calls its head; None: not known yet."""
+        return self._connection.local_host
+
+    def sign_link(self, request: str) -> str:
+        """Returns a certificate for the link of this box. `request`: as PEM."""
+        return str(self._call("POST", "/link", json={"request": request}).json()["certificate"])
+
     def job(self, job_id: str) -> JobContent | ContentPending:
         """Returns a job's row and the list of its files, or tells that the head is still reading them."""
         answer = self._call("GET", f"/jobs/{job_id}")

@@ -28,7 +28,7 @@ from windlass.service.cluster.box.connection import (
     told_errors,
 )
 from windlass.service.installation import BOX_FILE, Settings, find_serving, load_settings, node_of, prepare_home
-from windlass.service.machine.fleet import facts_of_this_box, stop_holding, taken_dir
+from windlass.service.machine.fleet import facts_of_this_box, forget_link, stop_holding, taken_dir
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
@@ -243,6 +243,7 @@ def forget_head(home: Path) -> None:
     files = BoxFiles(home)
     if (head := _head_of_taken(home)) is not None and taken_dir(home).is_dir():
         write_durably(taken_dir(home) / _HEAD_FILE, head)
+    forget_link(home)
     for path in (home / BOX_FILE, files.key, files.certificate, files.authority):
         path.unlink(missing_ok=True)
     stop_holding(home)

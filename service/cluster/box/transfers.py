@@ -117,6 +117,11 @@ class Takings:
         """Returns the jobs that this box has begun to take and has not discarded."""
         return {path.stem for path in taken_dir(self._settings.home).glob("*.json")}
 
+    def row(self, job_id: str) -> dict[str, Any] | None:
+        """Returns the row of a taken job as the head told it, None if this box has not begun to take it."""
+        content = self._content(job_id)
+        return None if content is None else content.row
+
     def forget(self, job_id: str) -> None:
         """Forgets a job whose folder is removed, and the contents that only it had."""
         content = self._content(job_id)

@@ -3,6 +3,7 @@
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -11,6 +12,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from sqlalchemy.orm import Session
 from starlette.requests import ClientDisconnect
 
 from windlass.amounts import bytes_text
@@ -20,7 +22,7 @@ from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.machine.fleet import ContentFile, ContentPending, JobContent, ResultFolder, Where
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Box, Database, Job, NotFound
-from windlass.storage.sql.repositories import JobRepository, MirrorRepository
+from windlass.storage.sql.repositories import JobRepository, MirrorRepository, PartRepository
 
 OFFSET_HEADER = "Upload-Offset"
 _RANGE = re.compile(r"bytes=([0-9]+)-")
@@ -43,8 +45,8 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
     def fetch_job(job_id: str, box: BoxDep) -> Response:
         """Answers with a job's row and the files that it needs; with 202 while their digests are being computed."""
         with database.read() as session:
-            job = own_job(JobRepository(session), box, job_id)
-            if not MirrorRepository(session).was_given(job_id, box):  # else the box has all its files
+            job = _its_job(session, box, job_id)
+            if job.node == box.node and not MirrorRepository(session).was_given(job_id, box):  # it has all its files
                 raise ApiError(f"job {job_id} came from box {box.name}", status=404, code="job_elsewhere")
             row = MirrorRepository(session).row_of(job)
         files = manifests.of(job)
@@ -58,8 +60,12 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
 
         def jobs() -> Sequence[Job]:
             with database.read() as session:
-                mirror = MirrorRepository(session)
-                return [job for job in mirror.jobs_of(box) if mirror.was_given(job.id, box)]
+                mirror, parts = MirrorRepository(session), PartRepository(session).on(box.node)
+                found = (JobRepository(session).find(part.job_id) for part in parts)
+                return [
+                    *(job for job in mirror.jobs_of(box) if mirror.was_given(job.id, box)),
+                    *(job for job in found if job is not None),
+                ]
 
         if (path := manifests.find(jobs, digest)) is None:
             message = f"no job of box {box.name} needs a file with the SHA-256 {digest[:64]}, or it has changed"
@@ -113,6 +119,14 @@ def content_router(database: Database, manifests: Manifests, incoming: Incoming)
         incoming.place(job, folder)
 
     return router
+
+
+def _its_job(session: Session, box: Box, job_id: str) -> Job:
+    """Returns a job that was given to this box, as a whole or in part. Raises ApiError for any other."""
+    if PartRepository(session).find(job_id, box.node) is not None:
+        with suppress(NotFound):
+            return JobRepository(session).get(job_id)
+    return own_job(JobRepository(session), box, job_id)
 
 
 def own_job(jobs: JobRepository, box: Box, job_id: str) -> Job:

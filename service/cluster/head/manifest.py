@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.service.installation import Settings, about
+from windlass.service.jobs import STAGES_FILE
 from windlass.service.machine.fleet import ContentFile, ContentPending, Where, place_of, root_of
 from windlass.service.preparation import CHECK_MODEL, PLAN_JOB, PREPARE_DATA, QUESTION_FILE
 from windlass.service.validation import model_dir
@@ -18,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 # The parts of a job's folder that its dispatcher and its runners read.
 _RESULTS = tuple(f"{name}.json" for name in (CHECK_MODEL, PREPARE_DATA, PLAN_JOB))
-_PREPARED_FILES = ("layout.json", *(f"prepare/{name}" for name in (*_RESULTS, QUESTION_FILE)))
+_PREPARED_FILES = ("layout.json", STAGES_FILE, *(f"prepare/{name}" for name in (*_RESULTS, QUESTION_FILE)))
 _PREPARED_FOLDERS = ("dataset", "plans")
 # Files beside a model's safetensors that no job reads.
 _UNREAD_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf", ".partial")

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
-from windlass.service.cluster.authority import Authority, AuthorityError, digest_of_certificate
+from windlass.service.cluster.authority import Authority, AuthorityError, digest_of_certificate, ensure_link_of_head
 from windlass.service.cluster.head.caller import CERTIFICATE_KEY
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.server import create_cluster_app
@@ -43,9 +43,10 @@ class BoxConnection(BoundedConnection):
 
 
 def cluster_server(settings: Settings, database: Database) -> uvicorn.Server:
-    """Makes the server of a head. Its certificate is renewed while it runs. Raises AuthorityError."""
+    """Makes the server of a head. Its certificates are renewed while it runs. Raises AuthorityError."""
     assert settings.cluster_host is not None
     context = _tls_context(settings, settings.cluster_host)
+    ensure_link_of_head(Authority.of(settings.home))
     config = uvicorn.Config(
         create_cluster_app(settings, database),
         http=bounded_protocol(_BOUNDS, tls=context, base=BoxConnection),
@@ -91,10 +92,12 @@ def _renew_forever(settings: Settings, host: str, context: ssl.SSLContext) -> No
     waiting = threading.Event()
     while not waiting.wait(_LOOK_EVERY_S):
         try:
+            authority = Authority.of(settings.home)
             # Connections that begin from now on get it.
-            context.load_cert_chain(*Authority.of(settings.home).ensure_server_certificate(host))
+            context.load_cert_chain(*authority.ensure_server_certificate(host))
+            ensure_link_of_head(authority)
         except (OSError, AuthorityError) as error:
-            _LOG.warning("the certificate of the cluster port could not be renewed: %s", error)
+            _LOG.warning("the certificates of this head could not be renewed: %s", error)
 
 
 def tidy_uploads(settings: Settings, database: Database) -> None:

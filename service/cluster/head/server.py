@@ -7,6 +7,7 @@ from windlass.service.cluster.head.caller import CERTIFICATE_KEY, OPEN_PATHS, Ad
 from windlass.service.cluster.head.content import content_router
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.join import join_router
+from windlass.service.cluster.head.link import link_router
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.sync import sync_router
 from windlass.service.http import BodyLimitMiddleware, install_error_handlers
@@ -26,6 +27,7 @@ def create_cluster_app(settings: Settings, database: Database) -> FastAPI:
     app.state.database = database
     install_error_handlers(app)
     app.include_router(join_router(settings, database))
+    app.include_router(link_router(settings))
     manifests, incoming = Manifests(settings), Incoming(settings)
     app.include_router(content_router(database, manifests, incoming))
     app.include_router(sync_router(database, settings, manifests, incoming))

@@ -14,9 +14,11 @@ import windlass
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
+from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
 from windlass.service.machine.fleet import (
     InstructionMessage,
+    PartOrder,
     ReportedRow,
     SyncReply,
     SyncRequest,
@@ -28,18 +30,22 @@ from windlass.service.machine.fleet import (
     result_file_id,
 )
 from windlass.service.validation import ApiError, JobSettings, job_id_prefix
-from windlass.storage.sql import TERMINAL_STATUSES, Box, Database, Job, JobStatus
+from windlass.storage.sql import ACTIVE_STATUSES, TERMINAL_STATUSES, Box, Database, Job, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
     DeletionRepository,
+    EventRepository,
     Instruction,
     JobReport,
     JobRepository,
     MirrorRepository,
+    PartRepository,
+    PartState,
 )
 
 _LOG = logging.getLogger(__name__)
+_WORKING = (PartState.READY, PartState.RUNNING)
 _PREFIX_CHARS = len("ftjob-") + 12
 
 
@@ -87,6 +93,8 @@ class _Syncing:
                 raise ApiError(f"box {box.name} was removed from this service", status=403, code="box_removed")
             lease_s = 60 * self.settings.box_lease_minutes
             boxes.note_lease(box, lease_s)
+            if news.probe is not None:
+                boxes.answer_probe(box, news.probe.model_dump(mode="json"))
             done, held = set(news.done), set(news.held)
             for each in boxes.instructions(box.id, limit=len(done) + 1000) if done or held else ():
                 # A box may have a job, and work on it, though a restored database still tells it to take it.
@@ -97,6 +105,7 @@ class _Syncing:
                 if report is not None and (lacking := self._apply(session, box, report, after)):
                     missing[report.id] = lacking
             mirror.tell(box, news.copying)
+            orders = self._parts(session, box, news, after)
             reply = SyncReply(
                 state=BoxState(box.state),
                 lease_s=lease_s,
@@ -111,10 +120,41 @@ class _Syncing:
                     [job_id for job_id in news.held if is_job_id(job_id)],
                     is_restored=was_restored(self.settings.home),
                 ),
+                parts=orders,
                 missing=missing,
                 windlass=windlass.__version__,
+                probe=probe_of(box),
             )
         return reply, after
+
+    def _parts(self, session: Session, box: Box, news: SyncRequest, after: _After) -> dict[str, PartOrder]:
+        """Writes what a box tells of its parts of jobs over several boxes. Returns those that it is to have.
+
+        The rows of ended jobs go once the box has removed its part.
+        """
+        parts, orders = PartRepository(session), dict[str, PartOrder]()
+        for job_id, told in news.parts.items():
+            before, job = parts.find(job_id, box.node), JobRepository(session).find(job_id)
+            is_its = job is not None and job.status in ACTIVE_STATUSES and job.windlass.get("boxes") is not None
+            if before is None and is_its and told.served:  # this database was restored from an older backup
+                parts.add(job_id, box.node, position=told.position, state=told.state)
+            elif before is not None and is_its and told.told not in (None, before.told) and told.state in _WORKING:
+                message = f"Box {box.name}: {told.told}"
+                EventRepository(session).add(job_id, attempt=told.served, message=message, level="warn")
+            parts.tell(job_id, box.node, state=told.state, served=told.served, told=told.told, port=told.port)
+        for part in parts.on(box.node):
+            job = JobRepository(session).find(part.job_id)
+            if job is not None and job.status in ACTIVE_STATUSES:
+                runs = job.status in (JobStatus.RUNNING, JobStatus.PAUSING) and job.attempt == part.attempt
+                attempt, link = (part.attempt, part.link) if runs else (0, None)
+                ended = job.attempt - 1 if runs else job.attempt
+                orders[part.job_id] = PartOrder.model_validate(
+                    {"position": part.position, "attempt": attempt, "ended": max(0, ended), "link": link}
+                )
+            elif part.job_id not in news.parts:
+                parts.remove(part.job_id, box.node)
+                after.ended_jobs.append(part.job_id)
+        return orders
 
     def _apply(self, session: Session, box: Box, report: JobReport, after: _After) -> tuple[str, ...]:
         """Writes a report. Returns the results that it names and that have not arrived; its fields then wait."""

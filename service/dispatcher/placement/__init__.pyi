@@ -8,6 +8,7 @@ from windlass.service.dispatcher.placement.capacity import Demand as Demand
 from windlass.service.dispatcher.placement.capacity import MachineCapacity as MachineCapacity
 from windlass.service.dispatcher.placement.capacity import PlannedDemands as PlannedDemands
 from windlass.service.dispatcher.placement.capacity import SsdSpace as SsdSpace
+from windlass.service.dispatcher.placement.capacity import demand_by as demand_by
 from windlass.service.dispatcher.placement.capacity import demand_of as demand_of
 from windlass.service.dispatcher.placement.capacity import demands_of as demands_of
 from windlass.service.dispatcher.placement.capacity import read_capacity as read_capacity

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,12 +13,14 @@ from windlass.planner.hardware import Hardware
 from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace, demand_by
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
 from windlass.service.machine.fleet import BoxFacts, CapacityReport, resources_of_box
-from windlass.storage.sql import Box, Database, Job
+from windlass.storage.sql import Box, Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
     AWAY_AFTER_S,
     BoxRepository,
     BoxState,
     JobRepository,
+    PartRepository,
+    PartState,
     is_away,
 )
 
@@ -35,6 +38,9 @@ class JoinedBox:
     capacity: MachineCapacity
     why_closed: str | None = None  # why it gets no jobs; None: it is open
     holders: Sequence[Job] = ()  # jobs that were given to it, and are neither paused nor finished
+    spread: Sequence[Job] = ()  # jobs over several boxes whose attempt runs here, or has not ended here yet
+    facts: BoxFacts | None = None
+    is_draining: bool = False
 
     @property
     def resources(self) -> MachineResources:
@@ -59,8 +65,9 @@ class Fleet:
     is_used: bool = False  # a box has joined once, so that requests may name boxes
     known: Sequence[Box] = ()  # all that were not removed
     absent: Sequence[Box] = ()  # those that are away, or were removed
+    parts: Mapping[str, Sequence[JobPart]] = field(default_factory=dict)  # of jobs over several boxes, by job
     _began_at: float | None = None  # when the boxes were first read
-    _kinds: dict[str, tuple[Mapping[str, Any], BoxKind]] = field(default_factory=dict)
+    _kinds: dict[str, tuple[Mapping[str, Any], tuple[BoxFacts, BoxKind]]] = field(default_factory=dict)
 
     def read(self) -> Sequence[JoinedBox]:
         """Returns the boxes that have joined and were not removed, by name."""
@@ -73,26 +80,33 @@ class Fleet:
             self._began_at = now if self._began_at is None else self._began_at
             is_early = now - self._began_at <= AWAY_AFTER_S
             self.absent = [row for row in known if row not in rows or (is_away(row) and not is_early)]
+            parts = PartRepository(session).all() if known else ()
+            divided = {job_id: JobRepository(session).find(job_id) for job_id in {part.job_id for part in parts}}
+            self.parts = {job_id: list(each) for job_id, each in groupby(parts, key=lambda part: part.job_id)}
             if not rows:
                 return []
             holders = JobRepository(session).held_by([row.node for row in rows])
         boxes = []
         for row in rows:
-            if (kind := self._kind(row)) is not None:
-                boxes.append(_box(row, kind, [job for job in holders if job.node == row.node]))
+            if (seen := self._kind(row)) is not None:
+                held = [job for job in holders if job.node == row.node]
+                mine = [(part, divided[part.job_id]) for part in parts if part.node == row.node]
+                spread = [job for part, job in mine if job is not None and _works(part, job)]
+                boxes.append(_box(row, *seen, held, spread))
         return boxes
 
-    def _kind(self, row: Box) -> BoxKind | None:
+    def _kind(self, row: Box) -> tuple[BoxFacts, BoxKind] | None:
         known = self._kinds.get(row.id)
         if known is not None and known[0] == row.facts:
             return known[1]
         try:
-            kind = kind_of(BoxFacts.model_validate(row.facts))
+            facts = BoxFacts.model_validate(row.facts)
+            kind = kind_of(facts)
         except (ValidationError, ValueError) as error:
             _LOG.warning("box %s gets no jobs, because its facts cannot be read: %s", row.name, error)
             return None
-        self._kinds[row.id] = (row.facts, kind)
-        return kind
+        self._kinds[row.id] = (row.facts, (facts, kind))
+        return facts, kind
 
 
 def kind_of(facts: BoxFacts) -> BoxKind:
@@ -106,7 +120,7 @@ def kind_of(facts: BoxFacts) -> BoxKind:
     )
 
 
-def _box(row: Box, kind: BoxKind, holders: Sequence[Job]) -> JoinedBox:
+def _box(row: Box, facts: BoxFacts, kind: BoxKind, holders: Sequence[Job], spread: Sequence[Job]) -> JoinedBox:
     capacity, why_closed = MachineCapacity(room_nbytes=0), None
     if row.state != BoxState.READY.value:
         why_closed = f"is {row.state}"
@@ -128,7 +142,15 @@ def _box(row: Box, kind: BoxKind, holders: Sequence[Job]) -> JoinedBox:
         capacity=capacity,
         why_closed=why_closed,
         holders=holders,
+        spread=spread,
+        is_draining=row.state == BoxState.DRAINING.value,
+        facts=facts,
     )
+
+
+def _works(part: JobPart, job: Job) -> bool:
+    """Returns whether a box works on its part of a job."""
+    return job.status in (JobStatus.RUNNING, JobStatus.PAUSING) or part.state == PartState.RUNNING.value
 
 
 def _capacity(report: CapacityReport) -> MachineCapacity:

@@ -13,8 +13,10 @@ The rule, job by job in the order of the queue:
 4. Else it waits for the box on which it would end first. Only there do later jobs leave it its room. It stays with the
    box for which it waited until it would end elsewhere in half the time. So it is not passed over again and again.
 
-So no open box is idle while a ready job waits that fits it, with two exceptions: a job that asked for another box, and
-a job that would end sooner on the box for which it waits.
+A job over several boxes begins on all of them at once, or waits for all of them. On each it keeps its place.
+
+So no open box is idle while a ready job waits that fits it. There are three exceptions. A job may ask for another box.
+It may end sooner on the box for which it waits. And it may be behind a job over several boxes.
 """
 
 import bisect
@@ -67,6 +69,7 @@ class Candidate:
     priority: int = 0
     is_ready: bool = True  # else it keeps its place until it is ready
     waits_for: str | None = None  # the box for which it waited when the queue was decided last
+    together: bool = False  # it needs all of its options at once, and the first one is where its attempts begin
     passed_s: float = 0.0  # seconds since it first might have begun, but waited for a box on which it ends sooner
 
     def at(self, option: Option) -> Queued:
@@ -91,10 +94,10 @@ def place(boxes: Sequence[BoxState], queued: Sequence[Candidate]) -> Sequence[Pl
     rows = {box.name: _Row(box) for box in boxes if box.is_open}
     placements = []
     for candidate in queued:
-        placement = _place(rows, candidate)
-        if placement.box is not None:
-            option = next(option for option in candidate.options if option.box == placement.box)
-            rows[placement.box].enter(candidate.at(option), placement.decision, option.run_s)
+        placement = _place_together(rows, candidate) if candidate.together else _place(rows, candidate)
+        for option in candidate.options if placement.box is not None else ():
+            if candidate.together or option.box == placement.box:
+                rows[option.box].enter(candidate.at(option), placement.decision, option.run_s)
         placements.append(placement)
     return placements
 
@@ -145,6 +148,36 @@ def _place(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placement:
         return placed(name, decision, math.inf)
     nowhere = Decision(job_id=candidate.job_id, never=True)
     return Placement(job_id=candidate.job_id, box=None, decision=nowhere, elsewhere=decisions)
+
+
+def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placement:
+    """Decides about a job over several boxes. No job is paused for it. While a box is not open, it keeps no room."""
+    first = candidate.options[0]
+    decisions = {
+        option.box: replace(rows[option.box].queue.decide(candidate.at(option)), pauses=(), will_pause=False)
+        for option in candidate.options
+        if option.box in rows
+    }
+    elsewhere = {box: decision for box, decision in decisions.items() if box != first.box}
+    never = any(decision.never for decision in decisions.values())
+    if never or len(decisions) < len(candidate.options):
+        return Placement(
+            job_id=candidate.job_id,
+            box=None,
+            decision=Decision(job_id=candidate.job_id, never=never),
+            elsewhere=decisions,
+        )
+    here = decisions[first.box]
+    begins = all(decision.begins for decision in decisions.values())
+    start_s = max(rows[option.box].start_s(option.needs) for option in candidate.options)
+    end_s = start_s + _known(first.run_s)
+    return Placement(
+        job_id=candidate.job_id,
+        box=first.box,
+        decision=replace(here, begins=begins),
+        end_s=None if math.isinf(end_s) else end_s,
+        elsewhere=elsewhere,
+    )
 
 
 class _Row:

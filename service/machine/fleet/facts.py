@@ -1,9 +1,10 @@
 """The parts of a box, as it describes them itself."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from windlass.service.installation import is_one_address
 from windlass.service.jobs import MachineResources
 
 # The name of the head among its boxes.
@@ -38,6 +39,12 @@ class Finding(_Facts):
     is_problem: bool
 
 
+def _one_address(host: str) -> str:
+    if not is_one_address(host):
+        raise ValueError("must be one IP address")
+    return host
+
+
 class BoxFacts(_Facts):
     """The parts of a box. They are sent when it joins, and again when something has changed."""
 
@@ -57,6 +64,7 @@ class BoxFacts(_Facts):
     ssds: tuple[SsdFacts, ...] = ()
     hardware: dict[str, Any] | None = None  # the measured profile; None: not measured yet
     findings: tuple[Finding, ...] = ()
+    link_host: Annotated[str, AfterValidator(_one_address)] | None = None  # see `link_host_of`; None: not known yet
     link_bytes_per_s: float | None = None  # measured between box and head; None: not measured yet
 
 

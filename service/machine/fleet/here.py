@@ -11,7 +11,7 @@ import psutil
 
 from windlass.amounts import GIB
 from windlass.planner.hardware import Hardware
-from windlass.service.installation import Settings, find_gpus, num_cores
+from windlass.service.installation import Settings, find_gpus, link_host_of, num_cores
 from windlass.service.machine import measured_hardware
 from windlass.service.machine.fleet.facts import BoxFacts, Finding, GpuFacts, SsdFacts
 from windlass.service.machine.fleet.findings import findings_here
@@ -95,6 +95,7 @@ def _facts(settings: Settings, gpus: tuple[GpuFacts, ...], findings: Sequence[Fi
         ssds=ssds,
         hardware=None if hardware is None else hardware.model_dump(mode="json"),
         findings=(*troubles, *findings),
+        link_host=link_host_of(settings),
     )
 
 

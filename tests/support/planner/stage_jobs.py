@@ -28,7 +28,7 @@ def server() -> Hardware:
     return with_part(load(Hardware, example_machines()["rtx4090-server"]), network_gb_per_s=1.0)
 
 
-def _few_ways(layer: LayerProfile) -> tuple[ActivationOption, ...]:
+def few_ways(layer: LayerProfile) -> tuple[ActivationOption, ...]:
     """Returns two options for activations, so that programs are solved quickly."""
     return ways_of_layer(layer)[:2]
 
@@ -41,7 +41,7 @@ def question_on(hardware: Hardware, *, shape: ModelShape = SHAPE, **changes: Any
         hardware=hardware,
         training=training,
         kept_shapes=_SHAPES,
-        ways=_few_ways,
+        ways=few_ways,
     )
     return replace(question, **changes)
 

@@ -94,7 +94,7 @@ class Facts(Expected):
         self.restoring: dict[ActorName, RestoreStates] = {}
         self.restored: list[ActorName] = []
         self.loading: set[ActorName] = set()
-        self.exporting: dict[ActorName, ExportModel] = {}
+        self.exporting: ExportModel | None = None
         self.num_issued = dict.fromkeys(shape.gpu_workers, 0)  # operations of each GPU worker, and exports
         self.computed: list[tuple[int, Phase, int, int]] = []
         first = -1 if initial_step is None else initial_step
@@ -202,9 +202,9 @@ class Facts(Expected):
         for actor, commit in self.committing.items():
             committed = StoreCommitted(job=JOB, step=commit.step, actor=actor, bytes_read=1, bytes_written=1)
             found.append(Pending(committed, f"commit {commit.step} {actor}"))
-        for actor, export in sorted(self.exporting.items()):
-            exported = ModelExported(job=JOB, step=export.step, actor=actor, path=export.path)
-            found.append(Pending(exported, f"export {export.step} {actor}"))
+        if (export := self.exporting) is not None:
+            exported = ModelExported(job=JOB, step=export.step, actor=self.shape.optimizers[0], path=export.path)
+            found.append(Pending(exported, f"export {export.step}"))
         return found
 
     def _completes_gradient(self, compute: ComputeBlock) -> bool:
@@ -226,7 +226,10 @@ class Facts(Expected):
         return [each for each in self.expected if each[1] is None or self.worker_of(each[3], each[2]) == worker]
 
     def _predecessors(self, compute: ComputeBlock) -> list[tuple[int, Phase, int, int]]:
-        """The operations of other GPU workers whose results this one needs: a sum, or another box's hidden states."""
+        """The operations of other GPU workers whose results this one needs: a sum, or another box's hidden states.
+
+        If embedding and head share params on different boxes, also the embedding's params, and the head's sum for them.
+        """
         step, phase, block, group = _described(compute)
         found = []
         if phase in WITH_GRADIENT and group and len(self.shape.stages[0].gpu_workers) > 1:
@@ -237,6 +240,11 @@ class Facts(Expected):
         if phase is not Phase.BACKWARD and block == stage.first > 0:
             before = Phase.EVALUATE if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) else Phase.FORWARD
             found.append((step, before, block - 1, group))
+        if len(self.shape.stages) > 1 and len(self.shape.shared[head]) > 1:
+            if block == head and group == 0:  # the first one that needs these params, or the next one with them
+                found.append((step, Phase.FORWARD if phase is Phase.HEAD else Phase.EVALUATE, 0, 0))
+            if phase is Phase.BACKWARD and block == 0 and group == self.shape.num_groups - 1:
+                found.append((step, Phase.HEAD, head, group))
         return found
 
     def _can_be_reported(self) -> list[ComputeBlock]:
@@ -328,9 +336,8 @@ class Facts(Expected):
                 if not self.committing:
                     self.undecided = event.step
             case ModelExported():
-                del self.exporting[event.actor]
-                if event.actor == self.shape.optimizers[0]:
-                    self.exports.append((event.step, event.path))
+                self.exporting = None
+                self.exports.append((event.step, event.path))
 
     def decide(self, step: int) -> None:
         """Notes durably that all SSD servers have committed a step."""

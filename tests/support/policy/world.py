@@ -57,7 +57,6 @@ class World(Facts):
     ) -> None:
         """`best`: steps whose evaluation asks for a checkpoint; `finish_at`: the step whose evaluation ends the job."""
         super().__init__(shape, initial_step, bad=bad, scales_loss=scales_loss)
-        self.parts: list[str] = []  # of the next export, which other boxes have been asked for
         self.best, self.finish_at, self.initial_step = best, finish_at, initial_step or 0
         trainer = TrainerState(scales_loss=scales_loss)
         trainer.restore(self.expected_trainer(initial_step or 0))
@@ -173,7 +172,7 @@ class World(Facts):
         # Every wait has a timeout: the instructions in flight here and the policy's pending replies are the same.
         num_outstanding = len(self.owed) + len(self.committing)
         num_outstanding += sum(len(flushes) for flushes in self.flushing.values()) + len(self.restoring)
-        num_outstanding += len(self.loading) + len(self.exporting)
+        num_outstanding += len(self.loading) + bool(self.exporting)
         num_gradients = sum(map(self._completes_gradient, self.computing)) + self.num_unreported_grads
         assert len(self.pipeline.waits.outstanding) == num_outstanding + len(self.computing) + num_gradients
         assert self.pipeline.committed == self.committed
@@ -373,17 +372,9 @@ class World(Facts):
             assert not (reading and self.shape.keeps_grads), "a block is updated beside the backward pass"
 
     def _take_export(self, to: ActorName, message: ExportModel) -> None:
-        first, *others = [stage.optimizers[0] for stage in self.shape.stages]
-        self.exporting[to] = message
-        if to != first:
-            assert to in others
-            assert not message.parts
-            self.parts.append(message.path)
-            return
-        assert list(self.exporting) == [first], "a part is missing"
-        assert message.parts == tuple(self.parts)
-        assert len(set(self.parts)) == len(others)
-        self.parts = []
+        assert to == self.shape.optimizers[0]
+        assert self.exporting is None
+        self.exporting = message
         assert self.stopped_at is None
         is_final = message.step == self.final_step
         assert message.path == ("/models/out" if is_final else f"/models/out-step-{message.step}")

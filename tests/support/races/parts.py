@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.support.actors.specs import make_layout, make_spec
-from tests.support.races.cuda import DEVICE
+from tests.support.races.cuda import DEVICE, DEVICES
 from tests.support.races.run import Recording
+from windlass.actors.gpu_worker.edges.shared_params import SharedParams
+from windlass.actors.gpu_worker.edges.stage_edges import StageEdges
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
-from windlass.actors.gpu_worker.stage_edges import StageEdges
 from windlass.actors.job import GPU_WORKER, index_of
 from windlass.actors.job.context import make_context
 from windlass.actors.messages import (
@@ -49,11 +51,12 @@ from windlass.storage.memory.arena import SlotPool
 _SLOT_NBYTES = 4096
 _DEADLINE_S = 20.0
 _SUM_NUMEL = 2000
+_SHARED_NUMEL = 10_000  # of a block in five chunks
 _NUM_TOKENS, _HIDDEN_SIZE = 8, 16
 
 
 @contextlib.contextmanager
-def _opened(**options: bool) -> Iterator[Device]:
+def _opened(where: torch.device = DEVICE, **options: bool) -> Iterator[Device]:
     """Yields a device. At the end all callbacks of its streams have run."""
     threads: list[threading.Thread] = []
 
@@ -63,7 +66,7 @@ def _opened(**options: bool) -> Iterator[Device]:
             threads[-1].start()
 
     token = CancelToken(_DEADLINE_S)
-    device = Device(DEVICE, token=token, start_threads=start, **options)
+    device = Device(where, token=token, start_threads=start, **options)
     try:
         yield device
     finally:
@@ -257,11 +260,20 @@ def run_passed_sums(directory: Path, recording: Recording) -> None:
 
 
 @contextlib.contextmanager
-def _neighbours(recording: Recording) -> Iterator[tuple[JobId, list[tuple[Device, StageEdges]]]]:
-    """Yields what moves hidden states in the GPU workers of two boxes. The link copies between their arenas at once."""
+def _neighbours(
+    recording: Recording, *, is_tied: bool = False
+) -> Iterator[tuple[JobId, list[tuple[Device, StageEdges, SharedParams]]]]:
+    """Yields what moves bytes in the GPU workers of two boxes. The link copies between their arenas at once.
+
+    `is_tied`: the second block uses the params of the first one, too.
+    """
     settings = {"num_microbatches": 1, "sequence_length": _NUM_TOKENS}
-    layout = replace(make_layout(_SUM_NUMEL, _SUM_NUMEL), hidden_size=_HIDDEN_SIZE)
-    boxes: list[tuple[Device, StageEdges]] = []
+    layout = replace(make_layout(_SHARED_NUMEL, _SUM_NUMEL), hidden_size=_HIDDEN_SIZE)
+    names: tuple[str, ...] = ()
+    if is_tied:
+        layout = replace(layout, shared=((BlockIndex(0),), (BlockIndex(1), BlockIndex(0))))
+        names = tuple(param.name for param in layout.blocks[0].params)
+    boxes: list[tuple[Device, StageEdges, SharedParams]] = []
     arenas: list[torch.Tensor] = []
     offers: dict[Crossing, OfferSpan] = {}
     pulls: dict[Crossing, PullSpan] = {}
@@ -276,12 +288,12 @@ def _neighbours(recording: Recording) -> Iterator[tuple[JobId, list[tuple[Device
             pairs = [(offers.pop(key), pulls.pop(key)) for key in offers.keys() & pulls.keys()]
             changed.notify_all()
         for offer, pull in pairs:
-            target = arenas[1][pull.span.offset : pull.span.offset + offer.span.nbytes]
-            target.copy_(arenas[0][offer.span.offset : offer.span.offset + offer.span.nbytes])
-            boxes[1][1].take(
-                SpanPulled(job=offer.job, step=offer.step, crossing=offer.crossing, nbytes=offer.span.nbytes)
-            )
-            boxes[0][1].take(OfferTaken(job=offer.job, step=offer.step, crossing=offer.crossing))
+            target = arenas[offer.box][pull.span.offset : pull.span.offset + offer.span.nbytes]
+            target.copy_(arenas[pull.box][offer.span.offset : offer.span.offset + offer.span.nbytes])
+            facts: dict[str, Any] = {"job": offer.job, "step": offer.step, "crossing": offer.crossing}
+            end = 2 if offer.crossing.is_shared else 1
+            boxes[offer.box][end].take(SpanPulled(**facts, nbytes=offer.span.nbytes))
+            boxes[pull.box][end].take(OfferTaken(**facts))
 
     with contextlib.ExitStack() as opened:
         for box in range(2):
@@ -289,8 +301,10 @@ def _neighbours(recording: Recording) -> Iterator[tuple[JobId, list[tuple[Device
             context = make_context(spec, layout, "/arena")
             arenas.append(torch.zeros(context.plan.arena_nbytes, dtype=torch.uint8))
             recording.memory.add_arena(arenas[box], f"hidden states of box {box}")
-            device = opened.enter_context(_opened())
-            boxes.append((device, StageEdges(context, device, TensorArena(arenas[box]), send, rank=0)))
+            device = opened.enter_context(_opened(DEVICES[box]))
+            arena = TensorArena(arenas[box])
+            edges = StageEdges(context, device, arena, send, rank=0)
+            boxes.append((device, edges, SharedParams(context, device, arena, send, names=names)))
         yield spec.job, boxes
 
 
@@ -305,7 +319,7 @@ def run_hidden_states(directory: Path, recording: Recording) -> None:
             job=job, step=Step(step), op=step, phase=phase, block=block, params=params, group=0, loss_scale=1.0
         )
 
-    with _neighbours(recording) as (job, ((sender, outgoing), (receiver, incoming))):
+    with _neighbours(recording) as (job, ((sender, outgoing, _), (receiver, incoming, _))):
 
         def send(step: int) -> None:
             made: list[torch.Tensor] = []
@@ -325,6 +339,49 @@ def run_hidden_states(directory: Path, recording: Recording) -> None:
             receiver.compute.run(lambda hidden=hidden: hidden.add(1))
             del hidden
         receiver.synchronize()
+
+
+def run_shared_params(directory: Path, recording: Recording) -> None:
+    """Sends the params of some steps to the box with the head, and the head's gradients of them back.
+
+    There are fewer slots than chunks.
+    """
+    embedding, head, num_steps = BlockIndex(0), BlockIndex(1), 5
+
+    def operation(step: int, phase: Phase) -> ComputeBlock:
+        block, blocks = (head, (head, embedding)) if phase is Phase.HEAD else (embedding, (embedding,))
+        params = tuple(StoredParams(each, Step(step - 1)) for each in blocks)
+        return ComputeBlock(
+            job=job, step=Step(step), op=step, phase=phase, block=block, params=params, group=0, loss_scale=1.0
+        )
+
+    with _neighbours(recording, is_tied=True) as (job, ((first, _, lending), (last, _, borrowing))):
+        params = DeviceBuffers(first, {(_SHARED_NUMEL, torch.bfloat16): 1}, name="params")
+        sums = DeviceBuffers(last, {(_SHARED_NUMEL, torch.float32): 1}, name="gradients")
+        borrowed = borrowing.params(embedding)
+        assert borrowed is not None
+        for step in range(1, num_steps):
+            forward, in_head, backward = (
+                operation(step, phase) for phase in (Phase.FORWARD, Phase.HEAD, Phase.BACKWARD)
+            )
+            lending.expect(forward)
+            borrowing.expect(in_head)
+            flat = params.take(_SHARED_NUMEL, torch.bfloat16, first.compute)
+            first.compute.run(functools.partial(flat.fill_, step))
+            lending.send_params(forward, flat)
+            params.give(flat, first.compute)
+            borrowing.wait_for(in_head)
+            total = sums.take(_SHARED_NUMEL, torch.float32, last.compute)
+            last.compute.run(functools.partial(total.copy_, borrowed))
+            borrowing.send_sum(in_head, GradBuffer(total, [f"layers.{embedding}.weight"]))
+            sums.give(total, last.d2h)
+            lending.wait_for(backward)
+            (received,) = lending.received_sums(backward)
+            first.compute.run(functools.partial(received.flat.add, 1))
+            # In a job, the next step's params are offered when the update has had the gradient.
+            first.compute.record().wait()
+            assert (received.flat == step).all()
+        last.synchronize()
 
 
 def run_unpinning(directory: Path, recording: Recording) -> None:
@@ -349,5 +406,6 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "partial sums": run_partial_sums,
     "passed sums": run_passed_sums,
     "hidden states": run_hidden_states,
+    "shared params": run_shared_params,
     "unpinning": run_unpinning,
 }

@@ -101,8 +101,8 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
         operations[operation.block] = operation
         return buffer(grads, operation, block, dtype)
 
-    def complete_at_once(grads: GradOffload, block: Any, on_complete: Any) -> None:
-        complete(grads, block, on_complete)
+    def complete_at_once(grads: GradOffload, block: Any, on_complete: Any, received: Any) -> None:
+        complete(grads, block, on_complete, received)
         computed(grads, operations[block], (1.0,))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -123,7 +123,15 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "GradOffload._copy_out: d2h.record (2)": "job: early gradients",
         "GradOffload._copy_out: d2h.then": "job: early gradients",
     },
-    "actors/gpu_worker/stage_edges.py": {
+    "actors/gpu_worker/edges/shared_params.py": {
+        "SharedParams.wait_for: self._device.compute.wait": "part: shared params",
+        "SharedParams.send_sum: d2h.wait": "part: shared params",
+        "SharedParams.send_sum: self._device.compute.record": "part: shared params",
+        "SharedParams._copy_in: h2d.record": "part: shared params",
+        "SharedParams._copy_in: h2d.then": "part: shared params",
+        "SharedParams._send_chunks: stream.then": "part: shared params",
+    },
+    "actors/gpu_worker/edges/stage_edges.py": {
         "StageEdges._receive: h2d.wait": "part: hidden states",
         "StageEdges._receive: compute.record": "part: hidden states",
         "StageEdges._receive: compute.wait": "part: hidden states",

@@ -31,6 +31,7 @@ def make_facts(*, num_gpus: int = 2, **more: Any) -> BoxFacts:
         "memory_nbytes": 256 * GIB,
         "ssds": ssds,
         "findings": (Finding(text="open files: 20000", is_problem=False),),
+        "link_host": "10.77.0.2",
         "link_bytes_per_s": 1.1e9,
     }
     return HERE.model_copy(update=facts | more)

@@ -28,8 +28,7 @@ from windlass.service.http.errors import install_error_handlers
 from windlass.service.validation.request_errors import ApiError
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Box
-from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState
-from windlass.storage.sql.repositories.mirror import MirrorRepository
+from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, MirrorRepository
 
 NAME = "attic"
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +16,15 @@ from sqlalchemy import update
 from windlass.actors.job.journal import Journal
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.attempt_lock import begin_attempt
+from windlass.actors.runtime.boxes.box_link import LinkConfig
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
 from windlass.planner.question.report import PlanReport
+from windlass.planner.stages.stages_plan import StagesPlan
+from windlass.planner.stages.stages_request import StagesRequest
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.housekeeping import Housekeeping
 from windlass.service.dispatcher.lease import BEAT_S, LEASE_S, Lease
@@ -31,7 +34,7 @@ from windlass.service.installation.settings import Settings
 from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.spec_builder import resolve_job
 from windlass.service.preparation.pipeline import Preparation, PreparationError
-from windlass.service.preparation.steps import PLAN_JOB, PreparationOrder
+from windlass.service.preparation.steps import PLAN_JOB, PLAN_STAGES, PreparationOrder
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
@@ -78,6 +81,7 @@ class StandInRunners:
 
     alive: set[tuple[str, int]] = field(default_factory=set)
     started: list[JobSpec] = field(default_factory=list)
+    links: list[LinkConfig] = field(default_factory=list)  # of the parts that were started
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     paused: list[tuple[str, int]] = field(default_factory=list)
     refusal: Exception | None = None
@@ -89,6 +93,13 @@ class StandInRunners:
         os.close(begin_attempt(Path(spec.job_dir), spec.attempt))
         self.started.append(spec)
         self.alive.add((spec.job, spec.attempt))
+
+    def start_first_part(self, specs: Sequence[JobSpec], config: LinkConfig) -> None:
+        self.start_part(specs[0], config)
+
+    def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
+        self.start(spec)
+        self.links.append(config)
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         if job == self.broken_for:
@@ -123,6 +134,24 @@ class StandInPreparation(Preparation):
         self.order.work_dir.mkdir(parents=True, exist_ok=True)
         _leave_results(self.order.work_dir, self.ending)
         return dict(self.ending)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class StandInStages(Preparation):
+    """A planner process for a job over several boxes; it answers when the test sets `answer`."""
+
+    def __init__(self, work_dir: Path, request: StagesRequest) -> None:
+        super().__init__([], work_dir=work_dir)
+        self.request = request
+        self.answer: PreparationError | StagesPlan | None = None
+        self.stopped = False
+
+    def poll(self) -> dict[str, dict[str, Any]] | None:
+        if isinstance(self.answer, PreparationError):
+            raise self.answer
+        return None if self.answer is None else {PLAN_STAGES: {"stages": self.answer.to_json()}}
 
     def stop(self) -> None:
         self.stopped = True
@@ -165,6 +194,7 @@ class Stage:
         self.runners = StandInRunners()
         self.preparations: list[StandInPreparation] = []
         self.planners: list[StandInPlanner] = []
+        self.stage_planners: list[StandInStages] = []
         self.box = MachineCapacity(room_nbytes=1 << 60)
         self.now = 1000.0
         self.node = node_of(home)
@@ -195,6 +225,10 @@ class Stage:
             self.planners.append(StandInPlanner(work_dir, request))
             return self.planners[-1]
 
+        def ask_over_boxes(work_dir: Path, request: StagesRequest) -> Preparation:
+            self.stage_planners.append(StandInStages(work_dir, request))
+            return self.stage_planners[-1]
+
         def clock() -> float:
             return self.now
 
@@ -206,6 +240,7 @@ class Stage:
             Lease(database, node=self.node, machine=machine or self.machine, is_alone=is_alone, clock=clock),
             prepare=prepare,
             ask=ask,
+            ask_over_boxes=ask_over_boxes,
             look=lambda: self.box,
             clock=clock,
             jitter=lambda: 0.0,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013")
+REVISIONS = tuple(f"{number:04}" for number in range(1, 16))
 
 DONE, RUNNING = "ftjob-0123456789abcdef01234567", "ftjob-fedcba987654321001234567"
 MODEL = "ft:tiny:mine:0123456789ab"
@@ -135,6 +135,18 @@ _TABLES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], ...]]] = {
             {"ordinal": 7, "box_id": "box-1", "job_id": RUNNING, "kind": "pause", "body": {}, "created_at": 152.0},
         ),
     },
+    "0014": {
+        "job_parts": (
+            {"job_id": RUNNING, "node": "node-2", "position": 1, "attempt": 2, "link": {"names": []}, "is_over": False}
+            | {"state": "running", "served": 2, "port": 7700, "told": "as planned"},
+        ),
+    },
+    "0015": {
+        "network_rates": (
+            {"head": "node-1", "source": "box-head", "target": "box-1", "bytes_per_s": 1e9, "round_trip_s": 1e-4}
+            | {"measured_at": 153.0},
+        ),
+    },
 }
 _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "0002": {"jobs": {"plan_number": 3}},
@@ -149,6 +161,7 @@ _COLUMNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "api_keys": {"limits": {"max_running_jobs": 2}},
     },
     "0013": {"jobs": {"box_cursor": 41}},
+    "0015": {"boxes": {"probe": {"id": "1"}, "probe_answer": {"id": "1"}}},
 }
 
 

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 SET_ELSEWHERE = {"home", "host", "host_names", "port", "database_url", "ray_address", "ssd_dirs", "host_memory_gib"}
 # In a cluster of Kubernetes, boxes are its nodes.
 NOT_SET = {"models_dir", "measure", "tls_certificate", "tls_key", "cluster_host", "cluster_port", "box_lease_minutes"}
+NOT_SET |= {"link_host", "link_ports"}
 
 Object = dict[str, Any]
 

@@ -5,7 +5,7 @@ import { Chart } from "../charts/chart.js";
 import { Curve } from "../charts/curve.js";
 import { byId, make, setBadge, setOptional, setPairs, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
-import { TERMINAL, nameOf, progressOf, reasonOf } from "./jobs.js";
+import { TERMINAL, boxesOf, nameOf, progressOf, reasonOf } from "./jobs.js";
 import { drawLanes, noteLanes } from "./lanes.js";
 import { renderPlan } from "./plan.js";
 import { renderTimeline } from "./timeline.js";
@@ -282,7 +282,7 @@ export class Detail {
       ["training file", file(job.training_file)],
       ["validation file", job.validation_file && file(job.validation_file)],
       ["GPUs", gpusOf(job.windlass)],
-      ["box", this.#areSeveralBoxes() ? job.windlass.box : null],
+      ["box", this.#areSeveralBoxes() ? boxesOf(job) : null],
       ["created", time(job.created_at)],
       ["started", time(job.windlass.started_at)],
       ["finished", time(job.finished_at)],

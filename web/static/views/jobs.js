@@ -92,6 +92,9 @@ export function missingFrom(page, known) {
 }
 
 /** A job's display name: its suffix, else its model without the organization. */
+/** The box of a job, or all that have a part of it. */
+export const boxesOf = (job) => job.windlass.boxes?.join(", ") ?? job.windlass.box;
+
 export const nameOf = (job) => job.suffix || job.model.split("/").at(-1);
 
 /** The number of steps done and of all steps. The second is null until the files have been read. */

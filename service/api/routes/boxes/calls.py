@@ -27,7 +27,7 @@ from windlass.service.installation import Settings, node_of
 from windlass.service.machine.fleet import HEAD_NAME, BoxFacts
 from windlass.service.validation import ApiError
 from windlass.storage.sql import Box, NotFound
-from windlass.storage.sql.repositories import BoxRepository, BoxState, Role
+from windlass.storage.sql.repositories import HEAD_ID, BoxRepository, BoxState, Role
 
 router = APIRouter(prefix="/v1")
 
@@ -158,7 +158,7 @@ def _shown(view: BoxView, head: BoxFacts, caller: Caller) -> BoxObject:
     row, facts = view.row, view.facts
     is_away = view.is_away and not view.is_removed
     return BoxObject(
-        id="box-head" if row is None else row.id,
+        id=HEAD_ID if row is None else row.id,
         name=view.name,
         is_head=row is None,
         state="removed" if view.is_removed else "away" if is_away else "draining" if view.is_draining else "ready",
@@ -174,6 +174,7 @@ def _shown(view: BoxView, head: BoxFacts, caller: Caller) -> BoxObject:
             free_bytes=view.free_memory_nbytes,
         ),
         ssds=[BoxSsd.of(ssd) for ssd in view.ssds],
+        link_host=None if facts is None else facts.link_host,
         link_bytes_per_s=None if facts is None else facts.link_bytes_per_s,
         versions=None if facts is None else BoxVersions.of(facts),
         unequal_versions=[] if facts is None else _unequal(facts, head),

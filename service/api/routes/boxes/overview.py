@@ -15,6 +15,7 @@ from windlass.storage.sql import Box, Job, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
+    PartRepository,
     is_away,
 )
 
@@ -102,8 +103,13 @@ def view_boxes(session: Session, settings: Settings, here: BoxFacts, *, with_rem
     """
     boxes, head = BoxRepository(session), node_of(settings.home)
     jobs: defaultdict[str, list[Job]] = defaultdict(list)
+    nodes_of_parts: defaultdict[str, list[str]] = defaultdict(list)
+    for part in PartRepository(session).all():
+        nodes_of_parts[part.job_id].append(part.node)
     for job in boxes.unfinished_jobs():
         jobs[job.node or head].append(job)
+        for node in nodes_of_parts.get(job.id, ()):
+            jobs[node].append(job)
     capacity = CapacityReport(
         num_devices=here.num_gpus or here.cpu_ranks, room_nbytes=max(0, arena_room_nbytes(ARENA_DIR))
     )

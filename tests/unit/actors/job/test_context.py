@@ -91,6 +91,34 @@ def test_slots_for_neighbours_are_the_last_of_the_arena(box: int, num_neighbours
     assert all(pool.slot_nbytes >= nbytes and pool.num_slots == context.plan.group_size for pool in pools)
 
 
+def sharing(user: int, block: int) -> ModelLayout:
+    """The layout where an operation uses the params of another block, too."""
+    shared = [(BlockIndex(each),) for each in range(4)]
+    shared[user] = (BlockIndex(user), BlockIndex(block))
+    return replace(LAYOUT, shared=tuple(shared))
+
+
+def test_first_and_last_box_have_slots_for_an_embedding_that_the_head_uses() -> None:
+    layout = replace(sharing(3, 0), chunk_numel=1024)  # the embedding has three chunks
+    plans = [context_of_box(box, layout, training={"num_microbatches": 4}).plan for box in range(3)]
+    slots = [(plan.shared_params.num_slots, plan.shared_sums.num_slots) for plan in plans]
+    assert slots == [(3, 2), (0, 0), (2, 3)]
+    # Between groups, only sums of the box's own blocks wait in host memory.
+    num_chunks = [sum(len(layout.chunk_ranges(block)) for block in range(*stage)) for stage in BOXES]
+    assert [plan.partial_grads.num_slots for plan in plans] == [0, 0, 0]
+    plans = [
+        context_of_box(box, layout, training={"num_microbatches": 4}, placement=Placement(group_size=1)).plan
+        for box in range(3)
+    ]
+    assert [plan.partial_grads.num_slots for plan in plans] == num_chunks
+
+
+@pytest.mark.parametrize(("user", "block"), [(1, 0), (3, 2)])
+def test_other_blocks_that_share_params_are_refused_on_different_boxes(user: int, block: int) -> None:
+    with pytest.raises(PlanError, match=rf"blocks \[{block}, {user}\] share tensors, and are on different boxes: only"):
+        context_of_box(0, sharing(user, block))
+
+
 def test_blocks_of_other_boxes_cannot_rest_in_memory() -> None:
     with pytest.raises(PlanError, match=r"host_blocks \(0,\) .* blocks of 1 to 2"):
         context_of_box(1, placement=Placement(host_blocks=(0,)))

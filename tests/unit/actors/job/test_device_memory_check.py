@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import has_direct_io, journal_of, make_partition, make_spec
+from tests.support.training import boxes_of, has_direct_io, journal_of, make_partition, make_spec
 from windlass.actors.gpu_worker import worker
 from windlass.actors.gpu_worker.compute import Computation
 from windlass.actors.gpu_worker.device_optimizer import DeviceStates
@@ -306,3 +306,31 @@ def test_box_needs_memory_for_its_own_blocks_and_for_groups_in_flight(tmp_path: 
         assert box.params_nbytes < whole.params_nbytes
         assert box.grads_nbytes < whole.grads_nbytes
         assert box.activations.nbytes <= whole.activations.nbytes
+
+
+@pytest.mark.usefixtures("unchecked_activations")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": Precision.BF16, "lanes": 2},
+        pytest.param(
+            {"precision": Precision.BF16, "placement": Placement(device_blocks=(0, 3))}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["lanes", "states on the device"],
+)
+def test_boxes_of_a_tied_model_allocate_the_computed_device_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    options = {"total_steps": 1, "evaluate_every": None, "num_validation_examples": 0, "num_microbatches": 4}
+    spec = make_spec(tmp_path / "job", tied=True, **options, **changes)
+    first, *others = boxes_of(spec, (Stage(0, 2), Stage(2, 5)))
+    partition = make_partition(spec)
+    needs = [device_need_of_job(make_context(each, partition.layout, ""), partition) for each in (first, *others)]
+    found = Found(monkeypatch)
+    outcome = run_local(first, other_boxes=others, partition=make_partition(spec), direct=has_direct_io(tmp_path))
+    assert outcome["status"] == "succeeded", outcome
+    assert found.buffers == {
+        "params": sum(need.params_nbytes for need in needs),
+        "gradients": sum(need.grads_nbytes for need in needs),
+    }

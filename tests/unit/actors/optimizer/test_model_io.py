@@ -13,16 +13,33 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.training import make_partition, make_spec
+from windlass.actors.job import link_name, optimizer_name
 from windlass.actors.job.context import make_context
 from windlass.actors.lifecycle.report_timer import PROGRESS_EVERY_S
+from windlass.actors.messages import Crossing, Message, OfferParams, OfferSpan, OfferTaken, PullSpan, SpanPulled
+from windlass.actors.optimizer.box_params import BoxParams
 from windlass.actors.optimizer.model_io import ModelIo
 from windlass.actors.optimizer.model_mover import ModelMover
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.checkpoint.model_folder import folder_nbytes
 from windlass.engine.device.dtypes import TORCH_DTYPE, state_dtype
+from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.optimizer.split_states import join_master
 from windlass.engine.training_config.training_config import Initialization
 from windlass.storage.cancellation import CancelToken
-from windlass.storage.ids import ALL_FORMATS, ChunkKey, Formats, Span, StateKind, StatePrecision, Step
+from windlass.storage.ids import (
+    ALL_FORMATS,
+    ActorName,
+    BlockIndex,
+    ChunkIndex,
+    ChunkKey,
+    Formats,
+    Precision,
+    Span,
+    StateKind,
+    StatePrecision,
+    Step,
+)
 from windlass.storage.memory.arena import SlotPool
 
 NUM_SLOTS = 2
@@ -41,10 +58,22 @@ class Bench:
         self.memory: dict[tuple[int, StateKind], torch.Tensor] = {}
         self.store: dict[tuple[Step, ChunkKey, StateKind], torch.Tensor] = {}
         self.answers_reads = True
+        self.boxes = BoxParams(optimizer_name(0, self.spec.box), context, self.send)
+        self.others: dict[ActorName, Callable[[Message], None]] = {}  # what takes messages to other actors
         ticks = itertools.count(step=PROGRESS_EVERY_S)  # so that each report is due
         self.io = ModelIo(
-            context, self.slots, self.make_mover, self.read, self.write, self.token, clock=lambda: next(ticks)
+            context,
+            self.slots,
+            self.make_mover,
+            self.read,
+            self.write,
+            self.boxes,
+            self.token,
+            clock=lambda: next(ticks),
         )
+
+    def send(self, to: ActorName, message: Message) -> None:
+        self.others[to](message)
 
     @property
     def num_chunks(self) -> int:
@@ -203,3 +232,122 @@ def test_load_and_export_tell_their_progress_at_intervals_only(tmp_path: Path) -
     bench.io.load(shown.append)
     bench.io.export(bench.spec.output_dir, Step(0), None, shares.append)
     assert (len(shown), len(shares)) == (1, 1)
+
+
+# --- the params of other boxes --------------------------------------------------------------------------------------
+
+STAGES = (Stage(0, 2), Stage(2, 5))
+
+
+class TwoBoxes:
+    """The first box and another one, whose links move bytes from slot to slot."""
+
+    def __init__(self, directory: Path, *, host_blocks: tuple[int, ...] = ()) -> None:
+        self.first, self.other = (
+            Bench(
+                directory / f"box{box}",
+                box=box,
+                stages=STAGES,
+                precision=Precision.BF16,
+                num_ssds=0 if host_blocks else 2,
+                placement=Placement(host_blocks=tuple(filter(stage.has, host_blocks))),
+                deadline_s=0.5,
+            )
+            for box, stage in enumerate(STAGES)
+        )
+        self.is_cut = False
+        self.asked: list[OfferParams] = []
+        self.pulls: dict[Crossing, PullSpan] = {}
+        self.offers: dict[Crossing, OfferSpan] = {}
+        self.lock = threading.RLock()
+        self.first.others = {optimizer_name(0, 1): self.ask, link_name(0): self.pull}
+        self.other.others = {link_name(1): self.offer}
+
+    def ask(self, message: Message) -> None:
+        """Has the other box carry out its part in another thread, once it is asked for as many chunks as have slots."""
+        assert isinstance(message, OfferParams)
+        self.asked.append(message)
+        block = self.other.layout.blocks[-1].index
+        if len(self.asked) == NUM_SLOTS or message.key == self.other.layout.chunk_keys(block)[-1]:
+            asked, self.asked = self.asked, []
+            threading.Thread(target=lambda: [self.other.io.offer(each.key, each.step) for each in asked]).start()
+
+    def pull(self, message: Message) -> None:
+        assert isinstance(message, PullSpan)
+        assert message.box == 1
+        self.pulls[message.crossing] = message
+        self.move(message.crossing)
+
+    def offer(self, message: Message) -> None:
+        assert isinstance(message, OfferSpan)
+        self.offers[message.crossing] = message
+        self.move(message.crossing)
+
+    def move(self, crossing: Crossing) -> None:
+        with self.lock:
+            if self.is_cut or crossing not in self.pulls or crossing not in self.offers:
+                return
+            pull, offer = self.pulls.pop(crossing), self.offers.pop(crossing)
+        key, kind = ChunkKey(crossing.block, ChunkIndex(crossing.part)), self.first.formats.param_kind
+        start, stop = self.first.layout.chunk_range(key)
+        assert pull.span.nbytes == offer.span.nbytes == 2 * (stop - start)
+        offset = self.first.io.context.state_offsets()[kind]
+        source = self.other.view(Span(offer.span.offset - offset, 0), key, kind)
+        self.first.view(Span(pull.span.offset - offset, 0), key, kind).copy_(source)
+        common: dict[str, Any] = {"job": offer.job, "step": offer.step, "crossing": crossing}
+        self.other.boxes.take(OfferTaken(**common))
+        self.first.boxes.take(SpanPulled(**common, nbytes=offer.span.nbytes))
+
+
+@pytest.mark.parametrize("host_blocks", [(), (0, 1, 2, 3, 4)], ids=["SSDs", "host memory"])
+def test_the_first_box_exports_the_params_of_all_boxes(tmp_path: Path, host_blocks: tuple[int, ...]) -> None:
+    boxes, shares = TwoBoxes(tmp_path, host_blocks=host_blocks), list[float]()
+    for bench in (boxes.first, boxes.other):
+        bench.io.load()
+    boxes.first.io.export(boxes.first.spec.output_dir, Step(0), None, shares.append)
+    assert shares == sorted(shares)
+    assert len(set(shares)) == boxes.first.num_chunks
+    for bench in (boxes.first, boxes.other):
+        assert bench.slots.statistics.in_use_nbytes == 0
+    model, exported = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        for path in (boxes.first.spec.model_dir, boxes.first.spec.output_dir)
+    )
+    params = dict(model.named_parameters())
+    assert [name for name, param in exported.named_parameters() if not torch.equal(param, params[name])] == []
+    assert not Path(boxes.other.spec.output_dir).exists()
+
+
+def test_params_that_do_not_come_from_another_box_end_an_export(tmp_path: Path) -> None:
+    boxes = TwoBoxes(tmp_path)
+    for bench in (boxes.first, boxes.other):
+        bench.io.load()
+    boxes.is_cut = True
+    before = sorted((tmp_path / "box0").iterdir())
+    with pytest.raises(TimeoutError, match=r"chunk=0\) of step 0, from box 1; that box or the link to it is stuck"):
+        boxes.first.io.export(boxes.first.spec.output_dir, Step(0))
+    assert sorted((tmp_path / "box0").iterdir()) == before
+
+
+def test_a_complete_export_asks_no_other_box(tmp_path: Path) -> None:
+    boxes = TwoBoxes(tmp_path)
+    boxes.first.others = {}
+    Path(boxes.first.spec.output_dir).mkdir()
+    boxes.first.io.export(boxes.first.spec.output_dir, Step(0))
+
+
+def test_params_of_another_size_are_refused(tmp_path: Path) -> None:
+    bench = TwoBoxes(tmp_path).first
+    crossing = Crossing.of_params(Step(3), ChunkKey(BlockIndex(2), ChunkIndex(0)))
+    with pytest.raises(ValueError, match=r"block=2, chunk=0\) are 7 bytes on their box and 16\.00 KiB on the first"):
+        bench.boxes.take(SpanPulled(job=bench.spec.job, step=Step(3), crossing=crossing, nbytes=7))
+
+
+def test_a_block_without_params_is_not_asked_for(tmp_path: Path) -> None:
+    bench, done = TwoBoxes(tmp_path).first, list[bool]()
+    blocks = bench.layout.blocks
+    layout = replace(bench.layout, blocks=(*blocks[:2], replace(blocks[2], params=()), *blocks[3:]))
+    boxes = BoxParams(optimizer_name(0), replace(bench.io.context, layout=layout), bench.send)
+    bench.others = {}
+    boxes.pull(ChunkKey(BlockIndex(2), ChunkIndex(0)), Span(0, 4096), Step(0), lambda: done.append(True))
+    assert done == [True]

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.training import make_partition, make_spec
-from windlass.actors.job.context import make_context
+from windlass.actors.job.context import make_context, optimizer_name
 from windlass.actors.lifecycle.report_timer import PROGRESS_EVERY_S
 from windlass.actors.messages import FailureKind
+from windlass.actors.optimizer.box_params import BoxParams
 from windlass.actors.optimizer.model_io import ModelIo, ModelTask
 from windlass.actors.optimizer.model_process import ModelProcess
 from windlass.engine.checkpoint.model_exporter import ExportError
@@ -47,7 +48,8 @@ class Bench:
         self.store: dict[ChunkKey, bytes] = {}
         self.processes: list[ModelProcess] = []
         self.on_read: Callable[[], None] = lambda: None
-        self.io = ModelIo(self.context, self.slots, self.start, self.read, self.write, self.token)
+        boxes = BoxParams(optimizer_name(0), self.context, lambda to, message: None)
+        self.io = ModelIo(self.context, self.slots, self.start, self.read, self.write, boxes, self.token)
 
     def start(self) -> ModelProcess:
         self.processes.append(ModelProcess(self.context))

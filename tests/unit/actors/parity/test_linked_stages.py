@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,13 @@ import pytest
 
 from tests.support.storage.cutting_relay import CuttingRelay
 from tests.support.storage.links import SECRET, Authority, quick
-from tests.support.training import has_direct_io, make_partition
+from tests.support.training import boxes_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, boxes_of, run, train
-from windlass.actors.messages import Message, PullSpan, SpanPulled
+from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, half_exported, run, run_attempt, train
+from windlass.actors.messages import Message, OfferParams, PullSpan, SpanPulled
 from windlass.actors.runtime.boxes.box_link import LinkEnd
 from windlass.actors.runtime.boxes.local_boxes import over_sockets
-from windlass.actors.runtime.local_runner import run_local
 from windlass.storage.ids import ActorName, Attempt, BoxName, Precision
 from windlass.storage.link import LinkSettings, listen
 
@@ -59,17 +58,26 @@ def ends(
 
 
 @pytest.mark.parametrize(
-    ("precision", "place", "lanes", "division", "group_size", "num_ranks"),
+    ("tied", "precision", "place", "lanes", "division", "group_size", "num_ranks"),
     [
-        pytest.param(Precision.BF16, "some params stay", 2, "2-3", 1, 2, marks=pytest.mark.long),
-        (Precision.FP16, "mixed", 1, "2-1-2", 2, 1),
-        pytest.param(Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
+        pytest.param(False, Precision.BF16, "some params stay", 2, "2-3", 1, 2, marks=pytest.mark.long),
+        (True, Precision.FP16, "mixed", 1, "2-1-2", 2, 1),  # the first box and the last one share the embedding
+        pytest.param(False, Precision.FP32, "SSDs", 1, "1-3-1", 1, 1, marks=pytest.mark.long),
     ],
 )
 def test_sockets_between_boxes_change_no_bit(
-    tmp_path: Path, precision: Precision, place: str, lanes: int, division: str, group_size: int, num_ranks: int
+    tmp_path: Path,
+    precision: Precision,
+    place: str,
+    lanes: int,
+    division: str,
+    group_size: int,
+    num_ranks: int,
+    *,
+    tied: bool,
 ) -> None:
     changes: dict[str, Any] = {
+        "tied": tied,
         "precision": precision,
         "clip_norm": 0.5,
         "lanes": lanes,
@@ -85,7 +93,7 @@ def test_sockets_between_boxes_change_no_bit(
 
 
 def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "tied": True}
     one = run(tmp_path / "one", **changes)
     spec = grouped(job(tmp_path / "linked", lanes=1, **changes), 1)
     with relays_of() as relays:
@@ -101,29 +109,53 @@ def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) ->
     Run.of(spec).assert_equals(one)
 
 
-def test_a_box_that_stays_away_interrupts_the_attempt_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
+@pytest.mark.long
+def test_connections_that_are_cut_during_an_export_change_no_bit(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 1}
+    one = run(tmp_path / "one", **changes)
+    spec = job(tmp_path / "linked", lanes=1, **changes)
+    with relays_of() as relays:
+
+        def cut(to: ActorName, message: Message) -> None:
+            if isinstance(message, OfferParams) and message.key.chunk == 1:
+                for relay in relays:
+                    relay.cut_after(5000)
+
+        train(spec, STAGES["2-3"], on_message=cut, connect=over_sockets(ends(tmp_path / "links", 2, relays)))
+        assert sum(relay.num_cuts for relay in relays) >= 2
+    Run.of(spec).assert_equals(one)
+
+
+def in_step(message: Message) -> bool:
+    return isinstance(message, PullSpan) and message.step == 2
+
+
+def in_export(message: Message) -> bool:
+    """In the middle: the first box has chunks of another one, and asks for more."""
+    return isinstance(message, OfferParams) and message.key.block == 3
+
+
+@pytest.mark.parametrize("is_cut", [pytest.param(in_step, marks=pytest.mark.long), in_export])
+def test_a_box_that_stays_away_interrupts_the_attempt_and_the_next_one_goes_on(
+    tmp_path: Path, is_cut: Callable[[Message], bool]
+) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 3}
     whole = run(tmp_path / "whole", **changes)
     spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
     with relays_of() as relays:
 
         def cut(to: ActorName, message: Message) -> None:
-            if isinstance(message, PullSpan) and message.step == 2:
+            if is_cut(message):
                 for relay in relays:
                     relay.cut(stay_down=True)
 
-        first, *others = boxes_of(spec, STAGES["2-3"])
         settings = quick(heartbeat_s=0.1, stall_s=0.5, silence_s=1.0)
-        outcome = run_local(
-            first,
-            other_boxes=others,
-            partition=make_partition(spec),
-            direct=has_direct_io(tmp_path),
-            on_message=cut,
-            connect=over_sockets(ends(tmp_path / "links", 2, relays, settings)),
-        )
+        connect = over_sockets(ends(tmp_path / "links", 2, relays, settings))
+        outcome = run_attempt(*boxes_of(spec, STAGES["2-3"]), on_message=cut, connect=connect)
     assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "process_lost")
     assert "box 'east'" in outcome["error"]["message"]
+    assert half_exported(spec) == []
+    assert not Path(spec.output_dir).exists()
     again = dataclasses.replace(spec, attempt=Attempt(2))
     train(again, STAGES["2-3"], connect=over_sockets(ends(tmp_path / "again", 2)))
     Run.of(spec).assert_equals(whole)

@@ -1,6 +1,7 @@
 """All actors in one process that stands for several boxes: the same losses and params to the bit as on one box."""
 
 import dataclasses
+import filecmp
 import random
 import re
 import time
@@ -13,18 +14,25 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support import training
 from tests.support.cut_off import CutOff
-from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_partition, metrics_of
+from tests.support.training import boxes_of, has_direct_io, leftovers_of, make_partition, metrics_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from windlass.actors.gpu_worker.stage_edges import StageEdges
+from windlass.actors.gpu_worker.edges.shared_params import SharedParams
+from windlass.actors.gpu_worker.edges.stage_edges import StageEdges
+from windlass.actors.job import optimizer_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (
     CommitStore,
     ComputeBlocks,
     ComputeProgressed,
+    Crossing,
     Message,
+    ModelExported,
+    OfferParams,
     OfferSpan,
+    OfferTaken,
     Phase,
     PullSpan,
     SpanKind,
@@ -33,6 +41,7 @@ from windlass.actors.messages import (
     UpdateStep,
     WorkSpan,
 )
+from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.runtime.local_link import LocalLink
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline.intervals import intersect, length, union
@@ -52,37 +61,23 @@ STAGES = {
 }
 
 
-def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
-    """The specification of each box: its SSDs, its arena, and its part of the placement."""
-    root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
-    for box, stage in enumerate(stages):
-        ssd_dirs = tuple(f"{name}-of-box-{box}" for name in spec.ssd_dirs)
-        arena_dir = root / f"shm{box}"
-        arena_dir.mkdir(exist_ok=True)
-        for ssd_dir in map(Path, ssd_dirs):
-            if not ssd_dir.exists():
-                keep_calibration(ssd_dir)
-        own = dataclasses.replace(
-            place,
-            host_blocks=tuple(filter(stage.has, place.host_blocks)),
-            device_blocks=tuple(filter(stage.has, place.device_blocks)),
-            streamed_blocks=tuple(filter(stage.has, place.streamed_blocks)),
-        )
-        boxes.append(
-            dataclasses.replace(
-                spec, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
-            )
-        )
-    return boxes
+def run_attempt(first: JobSpec, *others: JobSpec, **options: Any) -> dict[str, Any]:
+    direct, partition = has_direct_io(Path(first.model_dir)), make_partition(first)
+    return run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
 
 
 def train(spec: JobSpec, stages: tuple[Stage, ...], **options: Any) -> None:
     first, *others = boxes_of(spec, stages)
-    direct, partition = has_direct_io(Path(spec.model_dir)), make_partition(spec)
-    outcome = run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
+    outcome = run_attempt(first, *others, **options)
     assert outcome["status"] == "succeeded", outcome
     assert [leftovers_of(each) for each in (first, *others)] == [[]] * len(stages)
-    assert [path for path in Path(spec.output_dir).parent.iterdir() if path.name.startswith(".")] == []
+    assert [half_exported(each) for each in (first, *others)] == [[]] * len(stages)
+    assert [each.box for each in others if list(Path(each.output_dir).parent.glob("out*"))] == []
+
+
+def half_exported(spec: JobSpec) -> list[Path]:
+    """Folders of exports of a box that are not complete."""
+    return [path for path in Path(spec.output_dir).parent.iterdir() if path.name.startswith(".")]
 
 
 def run(
@@ -107,30 +102,35 @@ PLACES = {
 }
 # Groups of four, two and one micro-batches: one, two and four groups. Every precision occurs.
 QUICK = [
-    (Precision.FP32, None, "SSDs", 1, "2-3", 1),
-    (Precision.FP16, 0.5, "gradients on SSDs", 1, "1-3-1", 2),
-    (Precision.BF16, None, "mixed", 1, "4-1", 4),
+    ("apart", Precision.FP32, None, "SSDs", 1, "4-1", 4),
+    ("tied", Precision.FP16, 0.5, "gradients on SSDs", 1, "1-3-1", 2),
+    ("tied", Precision.BF16, None, "mixed", 2, "2-3", 1),
 ]
 ALL = [
     case
-    for case in product(Precision, (None, 0.5), PLACES, (1, 2), STAGES, (1, 2, 4))
-    if case[2] != "gradients on SSDs" or case[1] is not None or case[0] is Precision.FP16
+    for case in product(("apart", "tied"), Precision, (None, 0.5), PLACES, (1, 2), STAGES, (1, 2, 4))
+    if case[3] != "gradients on SSDs" or case[2] is not None or case[1] is Precision.FP16
 ]
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip_norm", "place", "lanes", "division", "group_size"),
+    ("embeddings", "precision", "clip_norm", "place", "lanes", "division", "group_size"),
     [
         *(pytest.param(*case, id="-".join(map(str, case))) for case in QUICK),
         *(
             pytest.param(*case, marks=pytest.mark.long, id="-".join(map(str, case)))
-            for case in [(Precision.BF16, 0.5, "some params stay", 2, "2-1-2", 1), *random.Random(1).sample(ALL, 40)]
+            for case in [
+                ("apart", Precision.BF16, 0.5, "some params stay", 2, "2-1-2", 1),
+                ("tied", Precision.FP32, 0.5, "host memory", 1, "2-1-2", 2),
+                *random.Random(1).sample(ALL, 60),
+            ]
             if case not in QUICK
         ),
     ],
 )
 def test_the_number_of_boxes_changes_no_bit(
     tmp_path: Path,
+    embeddings: str,
     precision: Precision,
     clip_norm: float | None,
     place: str,
@@ -139,6 +139,7 @@ def test_the_number_of_boxes_changes_no_bit(
     group_size: int,
 ) -> None:
     changes: dict[str, Any] = {
+        "tied": embeddings == "tied",
         "precision": precision,
         "clip_norm": clip_norm,
         "lanes": lanes,
@@ -177,7 +178,10 @@ def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: 
     run(tmp_path / "several", STAGES["2-3"], 1, placement=placement).assert_equals(one)
 
 
-def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool
+) -> None:
     broken, found = set[int](), []
     cross_entropy = F.cross_entropy
 
@@ -187,7 +191,9 @@ def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, mo
 
     monkeypatch.setattr(F, "cross_entropy", break_some)
     for division in ((Stage(0, 5),), STAGES["2-3"]):
-        spec = grouped(job(tmp_path / f"{len(division)}", precision=Precision.FP16, total_steps=4, lanes=1), 2)
+        spec = grouped(
+            job(tmp_path / f"{len(division)}", precision=Precision.FP16, total_steps=4, lanes=1, tied=tied), 2
+        )
         hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
         batch = dataset.batch(2, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         broken.add(int(batch[2].targets.clamp(min=0).sum()))  # in the second group
@@ -200,8 +206,21 @@ def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(tmp_path: Path, mo
     several.assert_equals(one)
 
 
-def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "evaluate_every": None, "total_steps": 4}
+@pytest.mark.parametrize(
+    ("tied", "evaluate_every"),
+    [(True, None), *(pytest.param(tied, 2, marks=pytest.mark.long) for tied in (False, True))],
+)
+def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(
+    tmp_path: Path, *, tied: bool, evaluate_every: int | None
+) -> None:
+    """With evaluations, that of the last commit is repeated at the start of an attempt."""
+    changes: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "clip_norm": 0.5,
+        "tied": tied,
+        "evaluate_every": evaluate_every,
+        "total_steps": 4,
+    }
     whole = run(tmp_path / "whole", **changes)
     spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
 
@@ -231,8 +250,84 @@ def test_an_attempt_goes_on_with_the_same_boxes_after_it_was_cut_off(tmp_path: P
     Run.of(spec).assert_equals(whole)
 
 
-def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3}
+def is_export(message: Message) -> bool:
+    """Returns whether a message is about params on their way to the first box."""
+    return isinstance(message, OfferParams) or bool((it := getattr(message, "crossing", None)) and it.is_export)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"num_ssds": 0, "placement": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=3)}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["SSDs", "no SSDs"],
+)
+def test_the_exported_files_are_those_of_one_box(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 2, "checkpoint_every": 1} | changes
+    run(tmp_path / "one", **changes)
+    asked: list[OfferParams] = []
+
+    def look(to: ActorName, message: Message) -> None:
+        if isinstance(message, OfferParams):
+            assert to == optimizer_name(0, 1 if message.key.block < 3 else 2)
+            asked.append(message)
+
+    spec = job(tmp_path / "several", lanes=1, **changes)
+    train(spec, STAGES["2-1-2"], on_message=look)
+    layout = make_partition(spec).layout.of_blocks(2, 5)
+    elsewhere = [key for block in layout.blocks for key in layout.chunk_keys(block.index)]
+    assert [(each.step, each.key) for each in asked] == [(step, key) for step in (1, 2) for key in elsewhere]
+    for name in ("out", "out-step-1"):
+        here, there = tmp_path / "one" / name, tmp_path / "several" / name
+        names = sorted(path.name for path in here.iterdir())
+        assert sorted(path.name for path in there.iterdir()) == names
+        assert filecmp.cmpfiles(here, there, names, shallow=False) == (names, [], [])
+
+
+def test_an_export_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    """Also if only the report of a complete one was lost. Then no other box is asked for anything."""
+    changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 2}
+    whole = run(tmp_path / "whole", **changes)
+    spec = job(tmp_path / "cut", lanes=1, **(changes | {"checkpoint_every": 1}))
+    seen: list[Message] = []
+
+    def is_third_chunk(message: Message) -> bool:
+        pulled = [each for each in seen if isinstance(each, SpanPulled) and is_export(each)]
+        return len(pulled) == 3 and message is pulled[-1]
+
+    def is_report_of_model(message: Message) -> bool:
+        return isinstance(message, ModelExported) and message.step == 2
+
+    exported = []
+    for number, is_cut in enumerate((is_third_chunk, is_report_of_model), start=1):
+        seen.clear()
+
+        def look(to: ActorName, message: Message, is_cut: Callable[[Message], bool] = is_cut) -> None:
+            seen.append(message)
+            if is_cut(message):
+                raise RuntimeError("the process ends here")
+
+        outcome = run_attempt(
+            *boxes_of(dataclasses.replace(spec, attempt=Attempt(number)), STAGES["2-3"]), on_message=look
+        )
+        assert outcome["status"] == "interrupted"
+        exported.append([Path(f"{spec.output_dir}{suffix}").exists() for suffix in ("-step-1", "")])
+        assert half_exported(spec) == []
+    assert exported == [[False, False], [True, True]]
+    seen.clear()
+    again = dataclasses.replace(spec, attempt=Attempt(3))
+    train(again, STAGES["2-3"], on_message=lambda to, message: seen.append(message))
+    assert not any(map(is_export, seen))
+    Run.of(spec).assert_equals(whole)
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_messages_that_are_late_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool) -> None:
+    monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)  # a shared embedding has more chunks than slots to receive them
+    changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3, "tied": tied}
     one = run(tmp_path / "one", **changes)
     choose = random.Random(7)
 
@@ -277,43 +372,107 @@ def test_boxes_compute_at_once(tmp_path: Path) -> None:
     assert length(intersect(here, there)) > 0
 
 
+# By what is lost of a step: the error.
+LOST = {
+    "results": r"the results of box \d .* in step 2, group \d",
+    "params": r"the embedding's params from box 0 in step 2",
+    "gradient": r"the head's gradient of the embedding from box 1 in step 2",
+}
+
+
+def contents(crossing: Crossing) -> str:
+    """Returns what crosses, as `LOST` names it."""
+    if not crossing.is_shared:
+        return "results"
+    return "gradient" if crossing.phase is Phase.BACKWARD else "params"
+
+
 @pytest.mark.parametrize(
-    "lost",
-    [OfferSpan, pytest.param(PullSpan, marks=pytest.mark.long), pytest.param(SpanPulled, marks=pytest.mark.long)],
+    ("lost", "message"),
+    [
+        ("results", OfferSpan),
+        *(
+            pytest.param(lost, message, marks=pytest.mark.long)
+            for lost, message in product(LOST, (OfferSpan, PullSpan, SpanPulled))
+            if (lost, message) != ("results", OfferSpan)
+        ),
+    ],
 )
-def test_result_that_the_link_loses_is_named_and_the_next_attempt_goes_on(
-    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+def test_what_the_link_loses_is_named_and_the_next_attempt_goes_on(
+    tmp_path: Path, lost: str, message: type[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"precision": Precision.BF16, "evaluate_every": None, "total_steps": 3}
-    whole, num_left = run(tmp_path / "whole", **changes), 3
+    changes: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "evaluate_every": None,
+        "total_steps": 3,
+        "tied": lost != "results",
+    }
+    whole = run(tmp_path / "whole", **changes)
+    num_left = 3 if lost == "results" else 1
     spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
 
     def losing(original: Callable[..., None]) -> Callable[..., None]:
-        def call(self: Any, message: Message, *args: Any) -> None:
+        def call(self: Any, sent: Message, *args: Any) -> None:
             nonlocal num_left
-            if isinstance(message, lost) and message.step == 2:
+            if isinstance(sent, message) and sent.step == 2 and contents(sent.crossing) == lost:
                 num_left -= 1
                 if num_left == 0:
                     return
-            original(self, message, *args)
+            original(self, sent, *args)
 
         return call
 
     monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
-    monkeypatch.setattr(StageEdges, "take", losing(StageEdges.take))
-    first, *others = (dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"]))
-    options: dict[str, Any] = {"partition": make_partition(spec), "direct": has_direct_io(tmp_path)}
-    outcome = run_local(first, other_boxes=others, **options)
+    for end in (StageEdges, SharedParams):
+        monkeypatch.setattr(end, "take", losing(end.take))
+    outcome = run_attempt(*(dataclasses.replace(each, deadline_s=10.0) for each in boxes_of(spec, STAGES["2-3"])))
     assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
     told = outcome["error"]["message"]
-    assert re.search(r"the results of box \d .* in step 2, group \d; that box or the link to it is stuck", told), told
+    assert re.search(f"{LOST[lost]}; that box or the link to it is stuck", told), told
     train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
     Run.of(spec).assert_equals(whole)
 
 
-def test_tied_blocks_on_different_boxes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"blocks \[0, 4\] share tensors, and are on different boxes"):
-        train(job(tmp_path / "job", tied=True), STAGES["2-3"])
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [OfferParams, OfferSpan, PullSpan, SpanPulled, OfferTaken])
+def test_params_that_are_lost_on_their_way_to_an_export_are_named_and_the_next_attempt_exports(
+    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 2}
+    whole, num_left = run(tmp_path / "whole", **changes), 1
+    spec = job(tmp_path / "cut", lanes=1, **changes)
+
+    def losing(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, message: Message) -> None:
+            nonlocal num_left
+            if isinstance(message, lost) and is_export(message):
+                num_left -= 1
+                if num_left >= 0:
+                    return
+            original(self, message)
+
+        return call
+
+    monkeypatch.setattr(CpuOptimizer, "post", losing(CpuOptimizer.post))
+    monkeypatch.setattr(LocalLink, "post", losing(LocalLink.post))
+    outcome = run_attempt(*(dataclasses.replace(each, deadline_s=5.0) for each in boxes_of(spec, STAGES["2-3"])))
+    if lost is OfferTaken:  # the slot of one chunk stays in use
+        assert outcome["status"] == "succeeded"
+        return
+    assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
+    told = outcome["error"]["message"]
+    assert re.search(
+        r"ChunkKey\(block=\d, chunk=\d\) of step 2, from box 1; that box or the link to it is stuck", told
+    ), told
+    assert half_exported(spec) == []
+    train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
+    Run.of(spec).assert_equals(whole)
+
+
+def test_tied_blocks_on_boxes_with_several_gpus_are_refused(tmp_path: Path) -> None:
+    spec = dataclasses.replace(job(tmp_path / "job", tied=True), num_ranks=2)
+    with pytest.raises(PlanError, match=r"embedding and head share tensors and are on different boxes, .* 2 GPUs"):
+        train(spec, STAGES["2-3"])
 
 
 def test_stages_that_leave_out_blocks_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,21 @@ import torch
 from tests.support.fake_cuda import FakeCuda
 from tests.support.late_streams import LateStreams
 from tests.support.stream_jobs import JOBS
-from tests.support.training import exported_params, has_direct_io, losses_of, make_partition, make_spec, metrics_of
+from tests.support.training import (
+    boxes_of,
+    exported_params,
+    has_direct_io,
+    losses_of,
+    make_partition,
+    make_spec,
+    metrics_of,
+)
+from tests.unit.actors.parity.test_local_stages import STAGES
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.device import device as device_module
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.cuda_streams import CudaStreams
@@ -50,11 +60,22 @@ class Result:
         return (self.losses, self.validation_losses) == (other.losses, other.validation_losses) and same_params
 
 
-def run(root: Path, job: str, on_message: Callable[[ActorName, Message], None] | None = None) -> Result | None:
-    """Runs a job; returns None if it failed."""
+def run(
+    root: Path,
+    job: str,
+    on_message: Callable[[ActorName, Message], None] | None = None,
+    *,
+    stages: tuple[Stage, ...] = (),
+) -> Result | None:
+    """Runs a job, on several boxes if it has several stages; returns None if it failed."""
     spec = make_spec(root, total_steps=NUM_STEPS, evaluate_every=2, **JOBS[job])
+    first, *others = [spec]
+    if stages:  # which commit the same steps
+        spec = replace(spec, placement=replace(spec.placement, commit_every=2))
+        first, *others = boxes_of(spec, stages)
     outcome = run_local(
-        spec,
+        first,
+        other_boxes=others,
         partition=make_partition(spec),
         poison_released=True,
         direct=has_direct_io(root),
@@ -200,3 +221,16 @@ def test_gpu_streams_report_results_from_their_own_threads(
     (computed,), (offloaded,) = senders.values()
     assert computed is not offloaded
     assert not any("compute" in thread.name or "GradOffload" in thread.name for thread in (computed, offloaded))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["groups", "lanes", "gradients in one memory"])
+def test_boxes_with_gpu_streams_share_an_embedding(
+    tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams as above. The embedding is on the first box, and the head uses it on the last one."""
+    of_streams_at_once = expected(job)  # as above
+    FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(device_module, "open_streams", CudaStreams)
+    assert JOBS[job]["tied"]
+    assert run(tmp_path / "job", job, stages=STAGES["2-1-2"]) == of_streams_at_once

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,19 @@ import pytest
 from tests.support.actors.specs import make_spec
 from tests.unit.actors.parity.test_linked_stages import ends
 from windlass.actors.job import SCHEDULER, JobSpec, gpu_worker_name, link_name, ssd_name
-from windlass.actors.messages import ActorFailed, Crossing, Message, OfferSpan, Phase, PullSpan, SpanPulled, UserMessage
+from windlass.actors.messages import (
+    ActorFailed,
+    Crossing,
+    Message,
+    OfferSpan,
+    Phase,
+    PullSpan,
+    SpanKind,
+    SpanPulled,
+    SpansReported,
+    UserMessage,
+    WorkSpan,
+)
 from windlass.actors.runtime.boxes import other_boxes
 from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
 from windlass.actors.runtime.boxes.other_boxes import (
@@ -27,7 +40,8 @@ from windlass.actors.runtime.boxes.other_boxes import (
 )
 from windlass.actors.scheduler import ActorLostError
 from windlass.actors.worker_policy.stages import Stage
-from windlass.storage.ids import ActorName, BlockIndex, Span, Step
+from windlass.storage.ids import ActorName, BlockIndex, BoxName, ChunkIndex, ChunkKey, Span, Step
+from windlass.storage.link import KeyKind, Link, LinkKey
 from windlass.storage.store import StoreJournal
 
 _WAIT_S = 20.0
@@ -39,7 +53,9 @@ class AnsweringBox:
     """A box without processes."""
 
     free_nbytes = 7 << 30
-    context: Any = SimpleNamespace(ssds=(), plan=SimpleNamespace(arena_nbytes=4096))
+    context: Any = SimpleNamespace(
+        ssds=(), spec=SimpleNamespace(ssd_dirs=("/its/ssd",)), plan=SimpleNamespace(arena_nbytes=4096), layout=None
+    )
 
     def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
         self._fails_at, self._error = fails_at, error or ValueError(f"no {fails_at} here")
@@ -124,7 +140,7 @@ def call_here(names: Sequence[ActorName], method: str, *arguments: object, deadl
 
 
 def start(others: OtherBoxes, specs: Sequence[JobSpec]) -> None:
-    others.contexts(specs[1:], SimpleNamespace())  # type: ignore[arg-type]
+    others.contexts(specs, SimpleNamespace())  # type: ignore[arg-type]
     for method in METHODS[1:]:
         others.call(call_here, [SSD], method, *((None,) if method == "start" else ()))
 
@@ -132,11 +148,12 @@ def start(others: OtherBoxes, specs: Sequence[JobSpec]) -> None:
 @pytest.fixture(autouse=True)
 def _same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_boxes, "make_context", lambda *_, **__: AnsweringBox.context)
+    monkeypatch.setattr(other_boxes, "digests_of", lambda spec, layout: {"the settings": str(spec.training.seed)})
 
 
 def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> None:
     with two_boxes(tmp_path, AnsweringBox) as (others, served):
-        others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
+        others.contexts(specs_of(), SimpleNamespace())  # type: ignore[arg-type]
         answers = others.call(call_here, [SSD, ssd_name(0)], "read_journal")
         assert list(answers.items()) == [
             (SSD, StoreJournal(where="there", records=())),
@@ -148,6 +165,23 @@ def test_actors_of_all_boxes_answer_in_the_order_of_the_call(tmp_path: Path) -> 
         assert served.end == AttemptEnded(is_over=True, in_order=True)
         assert served.box is not None
         assert served.box.calls[-1] == ((GPU,), "start", (None,), 77.0)
+
+
+def test_the_first_box_takes_the_ssds_of_another_box_from_that_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[JobSpec] = []
+
+    def make_context(spec: JobSpec, *_: object, **__: object) -> Any:
+        seen.append(spec)
+        return AnsweringBox.context
+
+    monkeypatch.setattr(other_boxes, "make_context", make_context)
+    with two_boxes(tmp_path, AnsweringBox) as (others, _):
+        others.contexts(specs_of(), SimpleNamespace())  # type: ignore[arg-type]
+        others.end(is_over=True, in_order=True)
+    assert len(specs_of()[1].ssd_dirs) == 2
+    assert [spec.ssd_dirs for spec in seen] == [("/its/ssd",)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -172,6 +206,14 @@ def test_a_box_that_fails_before_the_first_one_is_there_waits_for_it(tmp_path: P
     others.end(is_over=False, in_order=False)
     served.join()
     link.stop()
+
+
+def test_a_box_with_other_settings_than_the_first_one_is_refused(tmp_path: Path) -> None:
+    with two_boxes(tmp_path, AnsweringBox) as (others, _):
+        first, other = specs_of()
+        with pytest.raises(ValueError, match="box 'east' and the first box differ in the settings: all boxes"):
+            others.contexts([first.with_training(seed=5), other], SimpleNamespace())  # type: ignore[arg-type]
+        others.end(is_over=False, in_order=False)
 
 
 def test_an_error_that_another_attempt_may_not_have_is_a_loss(tmp_path: Path) -> None:
@@ -208,7 +250,7 @@ def test_the_end_of_the_attempt_is_taken_after_a_call_that_came_too_late(tmp_pat
         raise ValueError("this box fails itself")
 
     with two_boxes(tmp_path, Slow) as (others, served):
-        others.contexts(specs_of()[1:], SimpleNamespace())  # type: ignore[arg-type]
+        others.contexts(specs_of(), SimpleNamespace())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="this box fails itself"):
             others.call(fail_here, [ssd_name(0), SSD], "start", None)
         others.end(is_over=False, in_order=False)
@@ -240,7 +282,7 @@ def test_a_box_that_waits_at_its_start_ends_when_the_first_one_has_ended_the_att
         stack.callback(link.stop)
         others = OtherBoxes(link, here.names)
         if during == "start":
-            others.contexts(specs[1:], SimpleNamespace())  # type: ignore[arg-type]
+            others.contexts(specs, SimpleNamespace())  # type: ignore[arg-type]
             link.request(1, ActorsCalled(number=1, names=(GPU,), method="start", deadline_s=60.0))
         assert waits.wait(_WAIT_S)
         others.end(is_over=False, in_order=False)
@@ -277,6 +319,58 @@ def test_messages_of_other_processes_go_to_the_link_and_over_it_and_their_errors
         links[1].deliver(SCHEDULER, [UserMessage(**about, text="dropped")])
 
 
+def test_spans_of_another_box_have_times_by_the_clock_of_the_first_one(tmp_path: Path) -> None:
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    (first, other), (here, there) = specs_of(), ends(tmp_path / "links", 2)
+    span = WorkSpan("b1/gpu-0/compute", SpanKind.FORWARD, 1, 2, -1, 5000.0, 5003.0, 0)
+    with ExitStack() as stack:
+        links = [BoxLink(first, here, clock=lambda: 100.0), BoxLink(other, there, clock=lambda: 5005.0)]
+        for link in links:
+            stack.callback(link.stop)
+            link.open(SimpleNamespace(), send=lambda *_: None, deliver=lambda to, message: told.put(message))  # type: ignore[arg-type]
+        links[1].send(SCHEDULER, SpansReported(job=first.job, step=Step(1), actor=GPU, spans=(span,)))
+        reported = told.get(timeout=_WAIT_S)
+    assert isinstance(reported, SpansReported)
+    assert reported.spans == (span._replace(start_s=95.0, end_s=98.0),)
+
+
+def test_params_for_an_export_come_after_all_else_and_go_to_the_first_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled: list[tuple[KeyKind, tuple[int, int]]] = []
+    offered: list[tuple[KeyKind, set[BoxName]]] = []
+
+    def pull(self: Link, key: LinkKey, into: memoryview, *, source: BoxName, priority: tuple[int, int]) -> Any:
+        pulled.append((key.kind, priority))
+        return Future[Any]()
+
+    def offer(self: Link, key: LinkKey, buffer: memoryview, to: set[BoxName]) -> Any:
+        offered.append((key.kind, to))
+        return Future[Any]()
+
+    monkeypatch.setattr(Link, "pull", pull)
+    monkeypatch.setattr(Link, "offer", offer)
+    stages = Stage(0, 2), Stage(2, 4), Stage(4, 5)
+    spec = replace(make_spec(), stages=stages, box=2)
+    params = Crossing.of_params(Step(1), ChunkKey(BlockIndex(4), ChunkIndex(0)))
+    hidden = Crossing(Step(1), Phase.BACKWARD, BlockIndex(3), 0, 0)
+    with ExitStack() as stack:
+        *others, here = ends(tmp_path / "links", 3)
+        for other in others:
+            stack.callback(other.listener.close)
+        link = BoxLink(spec, here)
+        stack.callback(link.stop)
+        arena: Any = SimpleNamespace(buffer=lambda span: memoryview(bytearray(span.nbytes)))
+        link.open(arena, send=lambda to, message: None, deliver=lambda to, message: None)
+        for crossing, taker in ((params, 0), (hidden, 1)):
+            common: dict[str, Any] = {"job": spec.job, "step": Step(1), "crossing": crossing, "span": Span(0, 64)}
+            link.post(OfferSpan(**common, reply_to=GPU, box=taker))
+            link.post(PullSpan(**common, reply_to=GPU, box=1))
+    assert offered == [(KeyKind.EXPORT, {BoxName("north")}), (KeyKind.ACTIVATION_GRAD, {BoxName("east")})]
+    (_, of_params), (_, of_hidden) = pulled
+    assert of_params > of_hidden
+
+
 @pytest.mark.parametrize("pulls_first", [False, True])
 @pytest.mark.parametrize(("offered", "outcome"), [(100, SpanPulled), (4097, ActorFailed)])
 def test_a_pull_tells_how_many_bytes_came_or_that_they_are_too_many(
@@ -294,7 +388,7 @@ def test_a_pull_tells_how_many_bytes_came_or_that_they_are_too_many(
     specs = specs_of()
     crossing = Crossing(Step(1), Phase.FORWARD, BlockIndex(2), 0, 0)
     common: dict[str, Any] = {"job": specs[0].job, "step": Step(1), "crossing": crossing}
-    offer = OfferSpan(**common, reply_to=gpu_worker_name(0), span=Span(0, offered))
+    offer = OfferSpan(**common, reply_to=gpu_worker_name(0), box=1, span=Span(0, offered))
     pull = PullSpan(**common, reply_to=GPU, box=0, span=Span(0, 4096))
     with ExitStack() as stack:
         links = [BoxLink(spec, end) for spec, end in zip(specs, ends(tmp_path / "links", 2), strict=True)]

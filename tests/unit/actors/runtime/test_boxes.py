@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.storage.links import quick
-from tests.support.training import has_direct_io, leftovers_of
+from tests.support.training import boxes_of, has_direct_io, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import ends
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, boxes_of, run
+from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, OfferSpan, Phase, StoreCommitted
 from windlass.actors.runtime.boxes.box_link import LinkEnd
@@ -26,7 +26,7 @@ from windlass.actors.scheduler import ActorLostError
 from windlass.storage.ids import ActorName, Attempt, Precision
 
 _WAIT_S = 60.0
-CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4}
+CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "tied": True}
 
 
 def _serve(specs: Sequence[JobSpec], box: int, end: LinkEnd, dies_at: Callable[[ActorName, Message], bool]) -> None:
@@ -52,6 +52,13 @@ def in_commit(to: ActorName, message: Message) -> bool:
     return isinstance(message, StoreCommitted) and message.step == 3
 
 
+def as_the_first_box_sees(specs: Sequence[JobSpec]) -> list[JobSpec]:
+    """The specifications with which the first box begins: of the other boxes it knows no paths and no SSDs."""
+    nowhere = dict.fromkeys(("model_dir", "layout_file", "dataset_dir", "job_dir", "output_dir", "arena_dir"), "/none")
+    first, *others = specs
+    return [first, *(dataclasses.replace(each, ssd_dirs=first.ssd_dirs, **nowhere) for each in others)]
+
+
 def train_apart(
     root: Path, specs: Sequence[JobSpec], dies_at: Callable[[ActorName, Message], bool] = never
 ) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def train_apart(
         process.start()
         end.listener.close()
     try:
-        outcome = run_local_box(specs, 0, first, direct=has_direct_io(root))
+        outcome = run_local_box(as_the_first_box_sees(specs), 0, first, direct=has_direct_io(root))
         assert outcome is not None
         for process in processes:
             process.join(_WAIT_S)
@@ -87,6 +94,7 @@ def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path, division:
     one = run(tmp_path / "one", **CHANGES)
     spec = job(tmp_path / "apart", lanes=1, **CHANGES)
     specs = specs_of(spec, division)
+    specs[1] = dataclasses.replace(specs[1], ssd_dirs=specs[1].ssd_dirs[:1])
     assert train_apart(tmp_path / "links", specs)["status"] == "succeeded"
     Run.of(spec).assert_equals(one)
     assert [leftovers_of(each) for each in specs] == [[]] * len(specs)

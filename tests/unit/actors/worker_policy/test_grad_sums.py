@@ -51,6 +51,16 @@ def test_sums_of_device_blocks_stay_there() -> None:
     assert sums.begin(operation(HEAD, 1), BlockIndex(0)) is SumSource.DEVICE
 
 
+def test_sum_for_a_block_of_another_box_stays_until_it_is_handed_over() -> None:
+    of_box = ((), (BlockIndex(1),), SHARED[HEAD])
+    sums = GradSums(of_box, (0,))
+    for group, source in enumerate((SumSource.NEW_BUFFER, SumSource.DEVICE)):
+        assert sums.begin(operation(HEAD, group), BlockIndex(0)) is source
+    assert sums.complete_for_others(BlockIndex(1), (0,)) == []
+    assert sums.complete_for_others(BlockIndex(HEAD), (0,)) == [use(HEAD, 0)]
+    assert sums.begin(operation(HEAD), BlockIndex(0)) is SumSource.NEW_BUFFER  # in the next step
+
+
 def test_a_gradient_is_complete_with_the_sums_of_all_its_users() -> None:
     sums = GradSums(SHARED, (0,))
     for block in (HEAD, 1, 0):

@@ -100,25 +100,6 @@ def test_large_models_are_cut_into_files(tmp_path: Path, name: str) -> None:
     assert all((folder / file).stat().st_size < max(8000, largest) + 4096 for file in files)
 
 
-def test_parts_of_several_boxes_make_one_model(tmp_path: Path) -> None:
-    model, layout = make_model_folder(tmp_path / "model", "llama"), make_layout("llama")
-    config, part = load_config(tmp_path / "model"), tmp_path / "out" / ".part"
-    last = len(layout.blocks)
-    for path, blocks, parts in ((part, (1, last), ()), (tmp_path / "out" / "final", (0, 1), (part,))):
-        own = layout.of_blocks(*blocks)
-        exporter = ModelExporter(tmp_path / "model", own, config, path, torch.float32, parts=parts)
-        for key, chunk in chunks(layout, model):
-            if own.is_own(key.block):
-                exporter.write_chunk(key, chunk)
-        exporter.finish()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["final"]
-    index = json.loads((tmp_path / "out" / "final" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_parameters"] == layout.numel
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final", output_loading_info=True)
-    assert not any(info.values()), info
-    assert_same(model, loaded)
-
-
 def test_a_tied_parameter_is_written_once(tmp_path: Path) -> None:
     model, loaded = export(tmp_path, "qwen2-tied")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

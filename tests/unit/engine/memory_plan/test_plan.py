@@ -13,6 +13,7 @@ from windlass.engine.memory_plan.plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
     TRANSIT_DEPTH,
+    Crossings,
     ModelSize,
     Placement,
     Plan,
@@ -97,6 +98,22 @@ def test_pools_lie_side_by_side_and_fill_the_arena(
     assert found.host_states.num_slots == sum(size.num_chunks(block) for block in found.host_blocks)
     assert (found.transit.num_slots > 0) == bool(found.device_blocks)
     assert found.partial_grads.num_slots == (sum(num_chunks.values()) if group_size else 0)
+
+
+@pytest.mark.parametrize(
+    ("lent", "borrowed", "num_slots"),
+    [(0, 0, (0, 0)), (5, 0, (5, TRANSIT_DEPTH)), (0, 5, (TRANSIT_DEPTH, 5)), (1, 0, (1, 1))],
+)
+def test_a_shared_block_is_sent_from_slots_for_all_of_it_and_received_in_few(
+    lent: int, borrowed: int, num_slots: tuple[int, int]
+) -> None:
+    crossings = Crossings(num_neighbours=1, microbatch_nbytes=4096, num_lent_chunks=lent, num_borrowed_chunks=borrowed)
+    found = plan(crossings=crossings)
+    assert (found.shared_params.num_slots, found.shared_sums.num_slots) == num_slots
+    assert (found.shared_params.slot_nbytes, found.shared_sums.slot_nbytes) == (2 * CHUNK, 4 * CHUNK)
+    pools = [found.crossings, found.shared_params, found.shared_sums]
+    assert all(pool.offset + pool.nbytes == next_pool.offset for pool, next_pool in pairwise(pools))
+    assert found.arena_nbytes == found.shared_sums.offset + found.shared_sums.nbytes
 
 
 def test_the_plan_of_a_small_model_to_the_byte() -> None:

@@ -79,3 +79,17 @@ def test_numbers_of_elements_add_up(layout: ModelLayout) -> None:
     assert layout.numel == sum(param.numel for block in layout.blocks for param in block.params)
     for block in layout.blocks:
         assert block.decay_numel == sum(param.numel for param in block.params if param.decay)
+
+
+@given(layouts(), st.integers(0, 4))
+def test_boxes_divide_the_blocks_and_know_what_they_lend_and_borrow(layout: ModelLayout, cut: int) -> None:
+    last = len(layout.blocks) - 1
+    first, second = layout.of_blocks(0, min(cut, last)), layout.of_blocks(min(cut, last), last + 1)
+    assert first.numel + second.numel == layout.numel
+    is_apart = cut > 0 and last > 0  # the last block uses the params of the first one
+    assert (first.lent, second.borrowed) == ((frozenset({0}),) * 2 if is_apart else (frozenset(),) * 2)
+    assert not first.borrowed
+    assert not second.lent
+    for block in layout.blocks:
+        ranges = [layout.chunk_range(key) for key in layout.chunk_keys(block.index)] if block.numel else []
+        assert first.chunk_ranges(block.index) == second.chunk_ranges(block.index) == ranges

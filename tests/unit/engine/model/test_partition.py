@@ -132,6 +132,13 @@ def test_tied_weights_are_one_state_used_twice(architecture: Architecture) -> No
     assert untied.shared == tuple((b,) for b in range(head + 1))
 
 
+def test_names_that_the_head_uses_of_the_embedding_are_those_of_tied_params() -> None:
+    for tied in (False, True):
+        partition = partition_of(ARCHITECTURES["GPT-2"].config(tied=tied, dropout=0.0))
+        names = partition.names_used(partition.head, 0)
+        assert names == ({"transformer.wte.weight"} if tied else set())  # and not those of positions
+
+
 def test_norms_and_biases_do_not_decay() -> None:
     layout = partition_of(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2, n_positions=8)).layout
     decaying = {p.name for block in layout.blocks for p in block.params if p.decay}

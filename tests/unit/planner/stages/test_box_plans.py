@@ -1,12 +1,14 @@
 """The plan of one box for its run of blocks, and the times of its stage."""
 
+from dataclasses import replace
+
 import pytest
 
-from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, server
+from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, question_on, server
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.solver.step_bounds import Part
-from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, Rounds, Run
+from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, Run
 
 ROUNDS = Rounds(num_ranks=1, num_microbatches=8, group_size=2)
 NUM_BLOCKS = SHAPE.num_layers + 2
@@ -94,3 +96,24 @@ def test_equal_runs_of_layers_in_equal_places_are_planned_once() -> None:
     assert planned(plans, Run(first=2, stop=4, stage=1, num_stages=3)) is planned(
         plans, Run(first=3, stop=5, stage=1, num_stages=3)
     )
+
+
+def test_choices_that_boxes_make_alike_are_the_order_of_updates_and_where_gradients_are_kept() -> None:
+    question = question_on(server(), chooses_order=True)
+    free = replace(question, training=replace(question.training, clip_norm=None))
+    for each, choices in (
+        (question, {("kept", False), ("kept", True)}),
+        (free, {("active", None), ("kept", False), ("kept", True)}),
+    ):
+        plans = box_plans(BoxKind(name="a", number=2, question=each))
+        jobs = [alike.job(ROUNDS) for alike in plans.alike]
+        assert {(job.update_order, job.spills) for job in jobs} == choices
+        assert not any(job.chooses_order for job in jobs)
+
+
+def test_box_whose_gradients_go_to_the_ssds_has_no_states_in_memory() -> None:
+    kept, spilled = (planned(plans, FIRST).solution for plans in box_plans(kind_of(server(), 2)).alike)
+    assert (kept.costs.spills, spilled.costs.spills) == (False, True)
+    assert kept.plan.host_blocks or kept.plan.device_blocks
+    assert not spilled.plan.host_blocks
+    assert not spilled.plan.device_blocks

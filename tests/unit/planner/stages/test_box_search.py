@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,8 +12,11 @@ from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.question.profiles import Profiles
-from windlass.planner.stages.box_search import StagesError, best_plans, plans_over_boxes
-from windlass.planner.stages.stages_report import StagesReport
+from windlass.planner.stages import box_search
+from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, agree
+from windlass.planner.stages.box_search import StagesError, best_over_all, best_plans, orders_of_boxes, plans_over_boxes
+from windlass.planner.stages.splits import PlannedStages
+from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
 HIDDEN_NBYTES = 8 * NUM_TOKENS * SHAPE.hidden_size * 2  # of a step: eight examples in bf16
 
@@ -99,9 +104,108 @@ def test_boxes_with_an_unknown_network_are_refused() -> None:
         plans_over_boxes([kind_of(with_part(server(), network_gb_per_s=None), 2)])
 
 
-def test_a_model_with_tied_embeddings_is_refused() -> None:
+def test_tied_embeddings_and_their_gradients_cross_the_network_once_a_step() -> None:
     tied = SHAPE.model_copy(update={"tied_embeddings": True})
-    kind = kind_of(server(), 2, shape=tied)
-    with pytest.raises(StagesError, match="share a tensor"):
-        plans_over_boxes([kind])
-    assert plans_over_boxes([replace(kind, number=1)])
+    plans = by_number(plans_over_boxes([kind_of(server(), 2, shape=tied)]))
+    assert set(plans) == {1, 2}
+    sum_nbytes = 4 * SHAPE.vocab_size * SHAPE.hidden_size  # fp32, of the box with the head
+    assert plans[2].network_gb_per_step == pytest.approx((HIDDEN_NBYTES + sum_nbytes) / 1e9)
+    assert plans[1].network_gb_per_step == 0.0
+
+
+def test_tied_embeddings_on_boxes_with_several_gpus_are_refused() -> None:
+    tied = SHAPE.model_copy(update={"tied_embeddings": True})
+    hardware = with_part(server(), gpus=with_part(server().gpus, count=2))
+    with pytest.raises(StagesError, match=r"share a tensor, .* boxes with 2 GPUs"):
+        plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2)])
+
+
+@pytest.mark.long
+def test_tied_embeddings_are_planned_for_one_gpu_of_each_of_several_boxes() -> None:
+    tied = SHAPE.model_copy(update={"tied_embeddings": True})
+    hardware = with_part(server(), gpus=with_part(server().gpus, count=2))
+    plans = by_number(plans_over_boxes([kind_of(hardware, 2, shape=tied, num_ranks=2, chooses_ranks=True)]))
+    assert plans[2].gpus == 1
+
+
+def over_all(*kinds: Any) -> PlannedStages:
+    planned = best_over_all([box_plans(kind) for kind in kinds])
+    assert planned is not None, "it fits"
+    return planned
+
+
+def test_plan_over_all_boxes_is_the_best_one_for_this_number_of_equal_boxes() -> None:
+    boxes = [box_plans(kind_of(server(), 2))]
+    (report,) = best_plans(boxes, numbers={2})
+    planned = best_over_all(boxes)
+    assert planned is not None
+    assert report_of_stages(planned) == report
+
+
+@pytest.mark.long
+def test_first_kind_has_the_first_blocks_although_another_order_is_faster() -> None:
+    # The head is a part of the last stage, so a slow box is better first, where it has more layers to give away.
+    slow = with_part(server(), gpus=with_part(server().gpus, tflops=server().gpus.tflops / 3))
+    kinds = [kind_of(server(), 1, name="fast"), kind_of(slow, 1, name="slow")]
+    plans = [over_all(*kinds), over_all(*reversed(kinds))]
+    assert [[boxes.kind.name for boxes in plan.boxes] for plan in plans] == [["fast", "slow"], ["slow", "fast"]]
+    free = plans_over_boxes(kinds)
+    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].step_s, rel=2e-3)
+    assert plans[0].step_s != plans[1].step_s
+
+
+def test_boxes_of_the_first_kind_need_not_follow_the_first_box() -> None:
+    large = with_part(server(), gpus=with_part(server().gpus, memory_gib=2 * server().gpus.memory_gib))
+    first, second = (box_plans(kind_of(each, 1, name=name)) for each, name in ((server(), "a"), (large, "b")))
+    chosen = [(first, 3), (second, 1)]
+    orders = ["".join(boxes.kind.name for boxes in order) for order in orders_of_boxes(chosen, leads=True)]
+    assert orders == ["abaa", "aaab"], "the larger device comes early"
+    free = ["".join(boxes.kind.name for boxes in order) for order in orders_of_boxes(chosen, leads=False)]
+    assert free == ["baaa", "aaab"]
+
+
+def test_more_boxes_than_layers_are_refused() -> None:
+    with pytest.raises(StagesError, match="has 6 layers, and each of the job's 7 boxes needs one: use at most 6 boxes"):
+        best_over_all([box_plans(kind_of(server(), 7))])
+
+
+def planned_for(*, order: str = "kept", spilled: tuple[int, ...] = (), resting: tuple[int, ...] = ()) -> BoxPlan:
+    plan = SimpleNamespace(spilled_blocks=spilled, host_blocks=(), device_blocks=resting)
+    solution = SimpleNamespace(plan=plan, costs=SimpleNamespace(job=SimpleNamespace(update_order=order)))
+    return BoxPlan(solution=cast("Any", solution), times=cast("Any", None))
+
+
+def test_plans_with_other_orders_or_other_reasons_to_commit_do_not_agree() -> None:
+    assert agree([planned_for(), planned_for()])
+    assert agree([planned_for(spilled=(1,)), planned_for(spilled=(2,))])
+    assert agree([planned_for(resting=(1,)), planned_for()])
+    assert not agree([planned_for(), planned_for(order="active")])
+    assert not agree([planned_for(spilled=(1,)), planned_for(resting=(2,))])
+
+
+def test_boxes_whose_best_plans_do_not_agree_get_the_best_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s = {None: 1.0, False: 3.0, True: 2.0}
+
+    def search(chosen: list[tuple[BoxPlans, int]], likely: object, *, leads: bool) -> Any:
+        choices = {boxes.spills for boxes, _ in chosen}
+        assert len(choices) == 1, "all boxes choose alike"
+        assert ([number for _, number in chosen], leads) == ([1, 2], True)
+        assert (likely is None) == (choices == {None}), "the rounds of the best plans are tried first"
+        (spills,) = choices
+        plans = [planned_for(spilled=(1,)), planned_for(resting=(2,))] if spills is None else [planned_for()] * 2
+        return SimpleNamespace(plans=plans, step_s=step_s[spills], rounds="rounds", spills=spills)
+
+    monkeypatch.setattr(box_search, "search_free", search)
+    kinds = [kind_of(server(), 1, name="a"), kind_of(server(), 2, name="b")]
+    best: Any = over_all(*kinds)
+    assert (best.spills, best.step_s) == (True, 2.0)
+
+
+@pytest.mark.long
+def test_plans_that_agree_are_searched_as_well_as_free_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = over_all(kind_of(server(), 2))
+    monkeypatch.setattr(box_search, "agree", lambda plans: False)
+    alike = over_all(kind_of(server(), 2))
+    assert agree(alike.plans)
+    assert {boxes.spills for boxes in alike.boxes} == {False}, "gradients on SSDs would take longer"
+    assert alike.step_s == pytest.approx(free.step_s, rel=2e-3)

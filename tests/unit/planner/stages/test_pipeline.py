@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -113,6 +114,18 @@ def test_a_card_between_two_others_sends_the_hidden_states_and_the_gradients_of_
     assert slow.step_s == pytest.approx(3 * 1.0 + 2 * (1.5 + 2.0) + 9 * 10.0 / 3)
 
 
+def test_shared_params_cost_the_time_that_no_pass_hides() -> None:
+    """A round takes 6 s on both boxes, of which 2 s forward, and each crossing takes 1 s."""
+    stages, rates = [stage(3.0), stage(3.0)], (1.0, 1.0)
+    alone = pipeline(stages, 2, crossing=1.0, rates=rates)
+    hidden = replace(alone, shared_params_nbytes=3.0, shared_sum_nbytes=5.0)
+    late = replace(alone, shared_params_nbytes=4.0, shared_sum_nbytes=7.0)
+    assert hidden.step_s == alone.step_s
+    assert late.step_s == alone.step_s + 1.0 + 2.0
+    assert late.sent_nbytes == (2.0 + 4.0, 2.0 + 7.0)
+    assert late.sending_s == 9.0
+
+
 def test_a_faster_network_never_makes_a_step_longer() -> None:
     random_ = random.Random(2)
     for _ in range(100):
@@ -121,8 +134,9 @@ def test_a_faster_network_never_makes_a_step_longer() -> None:
         rates = [random_.uniform(0.1, 10.0) for _ in range(num_boxes)]
         faster = [rate * random_.uniform(1.0, 3.0) for rate in rates]
         num_rounds = random_.randint(1, 16)
-        slow_s = pipeline(stages, num_rounds, crossing=1.0, rates=rates).step_s
-        assert pipeline(stages, num_rounds, crossing=1.0, rates=faster).step_s <= slow_s + 1e-12
+        shared = {"shared_params_nbytes": random_.choice((0.0, 4.0)), "shared_sum_nbytes": random_.choice((0.0, 8.0))}
+        slow = replace(pipeline(stages, num_rounds, crossing=1.0, rates=rates), **shared)
+        assert replace(slow, network_bytes=tuple(faster)).step_s <= slow.step_s + 1e-12
 
 
 def test_one_box_sends_nothing() -> None:

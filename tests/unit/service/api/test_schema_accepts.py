@@ -29,7 +29,9 @@ _BETWEEN_FIELDS = re.compile(
     r"differ from method\.supervised|^seed: it is|goes by the loss on a validation file|say \d|"
     r"not both|a batch has only|do not go with precision|state.*precision|every gradient must be known|"
     r"windlass.gpus is \d+, and the machine|there are none to keep|the model takes at most|first update|fp16|"
-    r"not measured|length is not known|windlass.box: there is no box"
+    r"not measured|length is not known|windlass.box: there is no box|"
+    r"windlass.boxes: (it asks for|there is no box|must name each)|lanes are summed in fp32|"
+    r"each lane needs a micro-batch"
 )
 _NUM_CASES, _NUM_CASES_LONG = 60, 5000
 _SETTINGS = {
@@ -103,6 +105,7 @@ def test_a_plan_that_the_description_allows_is_accepted(client: TestClient, monk
     @hypothesis.settings(max_examples=30, derandomize=True, database=None, **_SETTINGS)  # type: ignore[arg-type]
     @hypothesis.given(_bodies_of("/v1/fine_tuning/plans"))
     def ask(body: dict[str, Any]) -> None:
+        hypothesis.assume(((body.get("windlass") or {}).get("seed") or 0) < 2**63)  # as above
         _check(client, "/v1/fine_tuning/plans", {**body, "model": "tiny", "hardware": hardware}, told)
 
     ask()

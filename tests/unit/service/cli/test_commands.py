@@ -81,11 +81,15 @@ def test_options_of_submit_are_settings_of_the_job(
         **words,
     )
     submit("tiny", "file-1", wait=False, home=tmp_path)
+    for boxes in ("2", "head, attic"):
+        submit("tiny", "file-1", wait=False, home=tmp_path, boxes=boxes)
     assert [request["windlass"] for request in requests] == [
         {**words, "max_bad_steps": 0, "gpus": 2, "box": "attic", "beta2": 0.95},
         {},
+        {"boxes": 2},
+        {"boxes": ["head", "attic"]},
     ]
-    assert capsys.readouterr().out == "ftjob-1\nftjob-1\n"
+    assert capsys.readouterr().out == "ftjob-1\n" * 4
 
 
 def test_export_of_ill_formed_model_id_says_that_there_is_none(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`windlass plan --boxes`, as users run it."""
 
 import json
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,10 @@ from typer.testing import CliRunner, Result
 
 from windlass.service.cli.errors import reported
 from windlass.service.cli.plan.command import plan
+from windlass.service.installation.home import node_of
+from windlass.service.installation.settings import Settings
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.repositories.boxes import HEAD_ID, BoxRepository
 
 LLAMA = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nnum_kv_heads: 4\nvocab_size: 1000\n"
 SERVER = ("--hardware", "rtx4090-server")
@@ -32,7 +38,7 @@ def run(model: str, *arguments: str) -> Result:
 def test_plans_over_boxes_are_told_in_words(shape: str) -> None:
     result = run(shape, *SERVER, "--boxes", "2", "--network", "10")
     assert result.exit_code == 0, result.output
-    for words in ("1 rtx4090-server", "2 rtx4090-server", "bound by", "0-5", "not measured", "cannot be submitted"):
+    for words in ("1 rtx4090-server", "2 rtx4090-server", "bound by", "0-5", "not measured", "windlass submit --boxes"):
         assert words in result.output
 
 
@@ -71,6 +77,26 @@ def test_options_that_do_not_go_together_are_refused(shape: str, arguments: tupl
     result = run(shape, *SERVER, *arguments)
     assert result.exit_code != 0
     assert told in " ".join(result.output.split())
+
+
+def test_measured_network_is_used_where_no_other_is_told(shape: str, tmp_path: Path, migrated_file: Path) -> None:
+    home = tmp_path / "home"
+    (home / "cluster").mkdir(parents=True)
+    shutil.copyfile(migrated_file, home / "windlass.db")
+    head = node_of(home)
+    with closing(Database(Settings(home=home).database_url)) as database, database.write() as session:
+        boxes = BoxRepository(session)
+        box = boxes.add(name="attic", node="node-2", head=head, certificate="", address="", facts={})
+        boxes.keep_rate(head, HEAD_ID, box.id, bytes_per_s=1.25e9, round_trip_s=1e-4)
+        boxes.keep_rate(head, box.id, HEAD_ID, bytes_per_s=1.0e9, round_trip_s=1e-4)
+        boxes.keep_rate(head, "box-gone", HEAD_ID, bytes_per_s=1.0, round_trip_s=1e-4)
+    result = run(shape, *SERVER, "--boxes", "2", "--json")
+    told = json.loads(result.output)
+    assert (
+        told["notes"][-1] == "network: 1 GB/s, the slowest that `windlass doctor --network` has measured between boxes"
+    )
+    two = next(each for each in told["plans"] if len(each["boxes"]) == 2)
+    assert two["network_s"] == pytest.approx(two["network_gb_per_step"])
 
 
 def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from windlass.actors.lifecycle.cpu_affinity import numa_nodes
+from windlass.service.installation.link_host import link_host_of, note_link_host
 from windlass.service.installation.settings import Settings, SettingsError, is_device_path, load_settings
 
 
@@ -89,6 +90,12 @@ def test_an_argument_names_the_home_whatever_the_environment_says(
             "num_cpu_optimizers = 3\noptimizer_threads = 2",
             "optimizer_threads = 2: num_cpu_optimizers 3 x optimizer_threads 2 = 6 threads on 4 cores; lower one",
         ),
+        ('link_host = "box"', "link_host = 'box': must be one IP address of this machine that the other boxes reach"),
+        ('link_host = "0.0.0.0"', "link_host = '0.0.0.0': must be one IP address of this machine"),
+        ('link_host = "fe80::1%eth0"', "must be one IP address of this machine"),
+        ('link_ports = "7719-7700"', "link_ports = '7719-7700': must be a range of ports, such as 7700-7719"),
+        ('link_ports = "0-70"', "must be a range of ports, such as 7700-7719"),
+        ("link_ports = 70000", "link_ports = 70000: must be a range of ports, such as 7700-7719"),
         ('host_names = ["https://box"]', "must be names such as box.example.org, without scheme and port, got 'https"),
         ('host_names = "box:8642"', "without scheme and port, got 'box:8642'"),
         ('trusted_proxies = "*"', "must be addresses, or networks such as 10.0.0.0/24, got '*'"),
@@ -328,3 +335,28 @@ def test_ratings_are_for_all_ssds_or_for_each(
     if variable is not None:
         monkeypatch.setenv("WINDLASS_SSD_ENDURANCE_TBW", variable)
     assert load_settings(tmp_path).ssd_endurance_nbytes == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "ports"),
+    [("", None), ('link_ports = "7700-7719"', range(7700, 7720)), ("link_ports = 7700", range(7700, 7701))],
+)
+def test_link_ports_are_a_range(tmp_path: Path, line: str, ports: range | None) -> None:
+    (tmp_path / "windlass.toml").write_text(line)
+    assert load_settings(tmp_path).link_port_range == ports
+
+
+def test_link_host_of_a_head_is_its_cluster_host_unless_it_is_set(tmp_path: Path) -> None:
+    assert link_host_of(Settings(home=tmp_path)) is None
+    assert link_host_of(Settings(home=tmp_path, cluster_host="10.0.0.1")) == "10.0.0.1"
+    assert link_host_of(Settings(home=tmp_path, cluster_host="10.0.0.1", link_host="10.9.0.1")) == "10.9.0.1"
+
+
+def test_link_host_of_a_box_is_the_address_that_it_calls_from_unless_it_is_set(tmp_path: Path) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box.json").write_text('{"name": "attic", "head": "https://10.0.0.1:8643", "box_id": "box-1"}')
+    assert link_host_of(Settings(home=tmp_path)) is None
+    for noted, host in (("10.0.0.2", "10.0.0.2"), ("fe80::1%eth0", "10.0.0.2"), ("10.0.0.3", "10.0.0.3")):
+        note_link_host(tmp_path, noted)
+        assert link_host_of(Settings(home=tmp_path)) == host
+    assert link_host_of(Settings(home=tmp_path, link_host="10.9.0.1")) == "10.9.0.1"

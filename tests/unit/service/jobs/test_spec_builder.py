@@ -101,6 +101,7 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "epsilon": (1e-6, _A_NUMBER),
     "max_bad_steps": (3, "it only says when the job ends"),
     "box": ("attic", "the plan for each box is made for the machine of that box"),
+    "boxes": (2, "the plan over several boxes has a request of its own, with all of them"),
     "model_kernels": (
         "torch",
         "the planner counts torch's own kernels with any value; the other packages' save less for the backward pass, "

@@ -100,6 +100,7 @@ _STAGES = {
     preparation_steps.CHECK_MODEL: "the check of the model",
     preparation_steps.PREPARE_DATA: "the preparation of the data",
     preparation_steps.PLAN_JOB: "planning",
+    preparation_steps.PLAN_STAGES: "planning over several boxes",
 }
 _KILLED = "os.kill(os.getpid(), 9)"
 
@@ -331,6 +332,7 @@ def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
             "windlass.engine.checkpoint.check_model",
             "windlass.engine.data.tokenize",
             "windlass.planner.planning.worker",
+            "windlass.planner.stages.worker",
         ):
             command = (sys.executable, "-m", module, "--help")
             log_path = tmp_path / "log"

@@ -34,7 +34,7 @@ from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Base
 from windlass.storage.sql.repositories.api_keys import KeyRepository
 from windlass.storage.sql.repositories.audit import AuditRepository
-from windlass.storage.sql.repositories.boxes import BoxRepository
+from windlass.storage.sql.repositories.boxes import BoxRepository, PartRepository
 from windlass.storage.sql.repositories.deletions import DeletionRepository
 from windlass.storage.sql.repositories.events import EventRepository
 from windlass.storage.sql.repositories.files import FileRepository
@@ -165,6 +165,8 @@ def read_all(database: Database, revision: str) -> None:
         boxes = BoxRepository(session)
         assert [box.name for box in boxes.all("node-1")] == ["attic"] * (revision >= "0013")
         assert [each.kind for each in boxes.instructions("box-1")] == ["pause"] * (revision >= "0013")
+        parts = PartRepository(session).on("node-2")
+        assert [(part.job_id, part.served, part.port) for part in parts] == [(RUNNING, 2, 7700)] * (revision >= "0014")
 
 
 def go_on(database: Database) -> None:

@@ -92,6 +92,7 @@ def test_box_is_shown_with_what_is_free_and_what_runs_and_waits(open_client: Tes
     attic = shown["attic"]
     assert list(shown) == ["head", "attic"]
     assert (attic["state"], attic["address"], attic["link_bytes_per_s"]) == ("ready", "10.77.0.2", 1.1e9)
+    assert (shown["head"]["link_host"], attic["link_host"]) == ("10.77.0.1", "10.77.0.2")
     assert attic["devices"] == {"kind": "gpu", "total": 2, "used": 1, "free": 1}
     assert attic["memory"] == {"total_bytes": 256 * GIB, "free_bytes": 200 * GIB}
     assert [(ssd["free_bytes"], ssd["worn"]) for ssd in attic["ssds"]] == [(TIB, 0.05), (GIB, 0.9)]

@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import update
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
+from tests.support.service.boxes import add_box
 from windlass.service.api.routes import jobs as routes
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
@@ -15,7 +16,7 @@ from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.repositories.boxes import BoxRepository
+from windlass.storage.sql.repositories.boxes import BoxRepository, PartRepository, PartState
 from windlass.storage.sql.repositories.jobs import JobRepository
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -538,6 +539,40 @@ def test_job_with_several_gpus_is_accepted_and_shows_them(
     monkeypatch.setattr(MachineResources, "here", lambda _: MachineResources(num_cores=4, num_gpus=4))
     job = create(client, file_id, windlass={"gpus": 4}).json()
     assert job["windlass"]["settings"]["gpus"] == 4
+
+
+@pytest.mark.parametrize(
+    ("windlass", "message"),
+    [
+        ({"boxes": 3}, "windlass.boxes: it asks for 3 boxes, and this service has 2: head, attic"),
+        ({"boxes": ["head", "attik"]}, "windlass.boxes: there is no box 'attik'; there are head, attic"),
+        (
+            {"boxes": ["attic", "cellar"]},
+            "windlass.boxes: there is no box 'cellar'; there are head, attic",
+        ),
+        ({"boxes": 1}, "windlass.boxes: must be a number of boxes from 2 to 16, or a list of their names"),
+        ({"boxes": True}, "windlass.boxes: must be a number of boxes from 2 to 16, or a list of their names"),
+        ({"boxes": ["head"]}, "windlass.boxes: must name 2 to 16 boxes; a job on one box names it in `box`"),
+        ({"boxes": ["head", "head"]}, "windlass.boxes: must name each box once"),
+        ({"boxes": 2, "box": "attic"}, "windlass: give box (attic) for one box or boxes for several, not both"),
+    ],
+)
+def test_boxes_of_a_job_are_checked(client: TestClient, file_id: str, windlass: dict[str, Any], message: str) -> None:
+    add_box(context_of(client), "attic")
+    error = create(client, file_id, windlass=windlass).json()["error"]
+    assert error["message"].startswith(message)
+    assert create(client, file_id, windlass={"boxes": ["head", "attic"]}).status_code == 200
+
+
+def test_job_over_several_boxes_names_them_and_keeps_its_number_of_gpus(client: TestClient, file_id: str) -> None:
+    box = add_box(context_of(client), "attic")
+    job = create(client, file_id, windlass={"boxes": 2}).json()
+    assert (job["windlass"]["settings"]["boxes"], job["windlass"]["boxes"]) == (2, None)
+    with context_of(client).database.write() as session:
+        PartRepository(session).add(job["id"], box.node, position=1, state=PartState.READY)
+    assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["boxes"] == ["head", "attic"]
+    error = client.post(f"{JOBS}/{job['id']}/resume", json={"windlass": {"gpus": 1}}).json()["error"]
+    assert (error["param"], error["code"]) == ("windlass.gpus", "invalid_value")
 
 
 def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:

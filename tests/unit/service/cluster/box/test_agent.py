@@ -18,9 +18,15 @@ from windlass.service.machine.fleet.hold import read_hold
 from windlass.service.machine.fleet.messages import MOST_JOBS
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Checkpoint
-from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction, told_lease_s
+from windlass.storage.sql.repositories.boxes import (
+    BoxRepository,
+    BoxState,
+    Instruction,
+    JobReport,
+    MirrorRepository,
+    told_lease_s,
+)
 from windlass.storage.sql.repositories.jobs import JobRepository
-from windlass.storage.sql.repositories.mirror import JobReport, MirrorRepository
 
 
 def run(cluster: Cluster) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.service.cluster_stage import Cluster
 from tests.unit.service.cluster.box.test_agent import run, save_checkpoint
 from windlass.service.cluster.box.transfers import Sendings, Takings
-from windlass.storage.sql.repositories.mirror import JobReport, MirrorRepository
+from windlass.storage.sql.repositories.boxes import JobReport, MirrorRepository
 
 _TIMEOUT_S = 10.0
 

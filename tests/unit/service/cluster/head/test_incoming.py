@@ -13,8 +13,7 @@ from windlass.service.cluster.head import incoming
 from windlass.service.cluster.head.process import tidy_uploads
 from windlass.service.machine.fleet.content import ContentFile, ResultFolder, Where, model_name
 from windlass.storage.files.locks import open_lock_file, try_lock
-from windlass.storage.sql.repositories.boxes import BoxRepository, Instruction
-from windlass.storage.sql.repositories.mirror import MirrorRepository
+from windlass.storage.sql.repositories.boxes import BoxRepository, Instruction, MirrorRepository
 
 
 class Upload:

@@ -17,14 +17,14 @@ from windlass.service.cluster.box.connection import HeadRefused
 from windlass.service.machine.fleet.content import JobContent, model_name
 from windlass.service.machine.fleet.messages import SyncReply, SyncRequest
 from windlass.storage.sql.models import Checkpoint, Job
-from windlass.storage.sql.repositories.boxes import BoxRepository
-from windlass.storage.sql.repositories.jobs import JobRepository
-from windlass.storage.sql.repositories.mirror import (
+from windlass.storage.sql.repositories.boxes import (
+    BoxRepository,
     JobReport,
     MirroredCheckpoint,
     MirroredEvent,
     MirrorRepository,
 )
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 PRIVATE = "ft:tiny:secret:aaaaaaaaaaaa"
 

@@ -118,6 +118,48 @@ def test_box_of_a_waiting_job_is_open_to_jobs_that_do_not_delay_it() -> None:
 _seconds = st.one_of(st.none(), st.floats(0, 100))
 
 
+def over_boxes(job_id: str, *names: str, **more: Any) -> Candidate:
+    """A job that needs all devices of each of its boxes."""
+    return Candidate(job_id=job_id, options=[Option(box=name, needs=takes(0)) for name in names], together=True, **more)
+
+
+def test_job_over_several_boxes_begins_on_all_at_once_or_waits_for_all() -> None:
+    assert places([box("a"), box("b")], [over_boxes("j", "a", "b")]) == [("a", True)]
+    for busy in ("a", "b"):
+        fleet = [box(name, *([running("r", 5)] if name == busy else [])) for name in ("a", "b")]
+        assert places(fleet, [over_boxes("j", "a", "b")]) == [("a", False)]
+
+
+def test_job_over_several_boxes_keeps_its_place_on_each() -> None:
+    fleet, later = [box("a"), box("b", running("r", 5)), box("c")], [job("k", {"a": 1.0}), job("l", {"c": 1.0})]
+    assert places(fleet, [over_boxes("j", "a", "b"), *later]) == [("a", False), ("a", False), ("c", True)]
+    begun = [over_boxes("j", "a", "c"), *later]
+    assert places(fleet, begun) == [("a", True), ("a", False), ("c", False)]
+    is_copied = [over_boxes("j", "a", "c", is_ready=False), *later]
+    assert places(fleet, is_copied) == [("a", True), ("a", False), ("c", False)], "its room is kept until it is ready"
+
+
+def test_job_over_several_boxes_waits_behind_earlier_jobs() -> None:
+    fleet = [box("a", running("r", 5)), box("b")]
+    assert places(fleet, [job("k", {"a": 1.0}), over_boxes("j", "b", "a")]) == [("a", False), ("b", False)]
+
+
+def test_job_over_a_closed_box_keeps_no_room_elsewhere() -> None:
+    fleet = [box("a"), box("b", is_open=False)]
+    assert places(fleet, [over_boxes("j", "a", "b"), job("k", {"a": 1.0})]) == [(None, False), ("a", True)]
+
+
+def test_no_job_pauses_for_one_over_several_boxes() -> None:
+    fleet = [box("a", replace(running("r", 5, priority=5), may_be_paused=True)), box("b")]
+    [found] = place(fleet, [over_boxes("j", "a", "b", priority=0)])
+    assert (found.decision.begins, found.decision.pauses) == (False, ())
+
+
+def test_two_jobs_over_the_same_boxes_begin_one_after_the_other() -> None:
+    queued = [over_boxes("i", "a", "b"), over_boxes("j", "b", "c")]
+    assert places([box("a"), box("b"), box("c")], queued) == [("a", True), ("b", False)]
+
+
 @given(situations(), st.data())
 def test_one_box_decides_as_the_queue_of_a_machine(
     situation: tuple[Amounts, list[Holder], list[Queued]], data: st.DataObject

@@ -16,13 +16,14 @@ from windlass.storage.sql import (
     BoxInstruction,
     Dispatcher,
     Job,
+    JobPart,
     JobStatus,
     JoinCode,
+    NetworkRate,
     NotFound,
     execute_change,
 )
-from windlass.storage.sql.repositories.events import EventRepository
-from windlass.storage.sql.repositories.jobs import JobRepository
+from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 
 class BoxState(StrEnum):
@@ -44,6 +45,8 @@ class Instruction(StrEnum):
 
 # Seconds without a call after which a box counts as away. It calls every second.
 AWAY_AFTER_S = 15.0
+# The id of a head among the ids of its boxes.
+HEAD_ID = "box-head"
 _LEASE = "lease_s"  # in the facts of a box, beside what it says itself
 
 
@@ -218,9 +221,24 @@ class BoxRepository:
             else:
                 self._strand(jobs, job, box)
         self._session.flush()
+        self._forget_parts(jobs, box)
         ended = (Job.node == box.node, Job.status.in_(TERMINAL_STATUSES))
         execute_change(self._session, update(Job).where(*ended).values(node=head, lease_holder=None))
         return box
+
+    def _forget_parts(self, jobs: JobRepository, box: Box) -> None:
+        """Forgets a removed box's parts of jobs, except of those that have states there and may begin again by hand.
+
+        A job that never began gets other boxes, so it loses all of its parts.
+        """
+        for job_id in self._session.scalars(select(JobPart.job_id).where(JobPart.node == box.node)).all():
+            job = jobs.find(job_id)
+            if job is None or job.status in TERMINAL_STATUSES:
+                mine = (JobPart.job_id == job_id, JobPart.node == box.node)
+                self._session.execute(delete(JobPart).where(*mine))
+            elif job.attempt == 0:
+                self._session.execute(delete(JobPart).where(JobPart.job_id == job_id))
+                self._tell(job, f"Its parts are given anew: box {box.name} was removed before the job began")
 
     def _strand(self, jobs: JobRepository, job: Job, box: Box) -> None:
         reason = f"box {box.name}, which holds its states, was removed; `windlass restart` starts it elsewhere"
@@ -236,6 +254,33 @@ class BoxRepository:
 
     def _tell(self, job: Job, message: str) -> None:
         EventRepository(self._session).add(job.id, attempt=job.attempt, message=message)
+
+    # --- the network
+
+    def ask_probe(self, box_id: str, probe: dict[str, Any] | None) -> None:
+        """Sets the measurement that a box is to take part in; None: none. Its last answer is forgotten."""
+        self.set(box_id, probe=probe, probe_answer=None)
+
+    def answer_probe(self, box: Box, answer: dict[str, Any]) -> None:
+        """Stores what a box has answered, unless it was asked for another measurement since."""
+        if box.probe is not None and box.probe["id"] == answer["id"] and box.probe_answer != answer:
+            self.set(box.id, probe_answer=answer)
+
+    def keep_rate(self, head: str, source: str, target: str, *, bytes_per_s: float, round_trip_s: float) -> None:
+        """Stores what the network from one box to another was measured to do, in place of what was known.
+
+        `head`: the home of the service. `source`, `target`: ids of its boxes, or HEAD_ID.
+        """
+        rate = NetworkRate(head=head, source=source, target=target, bytes_per_s=bytes_per_s)
+        rate.round_trip_s, rate.measured_at = round_trip_s, time.time()
+        self._session.merge(rate)
+        self._session.flush()
+
+    def rates(self, head: str) -> Sequence[NetworkRate]:
+        """Lists what the network between the boxes of a head was measured to do. Removed boxes are left out."""
+        present = {HEAD_ID, *(box.id for box in self.all(head))}
+        query = select(NetworkRate).where(NetworkRate.head == head).order_by(NetworkRate.source, NetworkRate.target)
+        return [rate for rate in self._session.scalars(query) if {rate.source, rate.target} <= present]
 
     # --- instructions
 

@@ -27,13 +27,15 @@ from windlass.storage.sql import (
     StatusConflict,
     execute_change,
 )
-from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, Instruction
-from windlass.storage.sql.repositories.deletions import DeletionRepository
-from windlass.storage.sql.repositories.events import EventRepository
-from windlass.storage.sql.repositories.files import FileRepository
-from windlass.storage.sql.repositories.jobs import JobRepository
-from windlass.storage.sql.repositories.journal_import import put_metrics
-from windlass.storage.sql.repositories.webhooks import WebhookRepository
+from windlass.storage.sql.repositories import (
+    DeletionRepository,
+    EventRepository,
+    FileRepository,
+    JobRepository,
+    WebhookRepository,
+    put_metrics,
+)
+from windlass.storage.sql.repositories.boxes.rows import BoxRepository, BoxState, Instruction
 
 # The columns that the box decides about.
 REPORTED_COLUMNS = (
@@ -510,6 +512,11 @@ def _columns() -> Sequence[str]:
 
 def _in_json(value: Any) -> Any:
     return value.value if isinstance(value, JobStatus) else value
+
+
+def job_of_row(row: Mapping[str, Any], *, attempt: int) -> Job:
+    """Returns a job that is in no database, from its row in JSON, at one of its attempts."""
+    return Job(**(_values_of(row) | {"attempt": attempt}))
 
 
 def _values_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class StageEdges:
         self._inboxes: dict[int, _Inbox] = {}
         for neighbour, outgoing, incoming in zip(neighbours, pools[::2], pools[1::2], strict=True):
             self._outboxes[neighbour] = self._slots(outgoing, neighbour)
-            self._inboxes[neighbour] = _Inbox(neighbour, list(incoming.slots_of(range(incoming.num_slots)).values()))
+            self._inboxes[neighbour] = _Inbox(neighbour, incoming.spans)
 
     def _slots(self, pool: Pool, box: int) -> SlotPool:
         name = f"slots of hidden states that box {box} has not taken"
@@ -157,7 +157,8 @@ class StageEdges:
         taker = self._stage.taker_of(operation.phase, operation.block, self._num_blocks)
         assert taker is not None, "only an operation whose results another box takes sends them"
         phase, block = taker
-        outbox = self._outboxes[self._box + (1 if block >= self._stage.stop else -1)]
+        box = self._box + (1 if block >= self._stage.stop else -1)
+        outbox = self._outboxes[box]
         self._device.d2h.wait(self._device.compute.record())
         for index, (result, shape) in enumerate(zip(results, shapes, strict=True)):
             if result.shape != (*shape, self._hidden_size) or result.dtype is not self._dtype:
@@ -170,14 +171,16 @@ class StageEdges:
             (slot,) = outbox.acquire(1)
             target = self._arena.view(slot.offset, result.numel(), self._dtype)
             self._device.d2h.run(functools.partial(copy, target, result.detach().view(-1)))
-            self._device.d2h.then(functools.partial(self._offer, crossing, outbox, slot, result))
+            self._device.d2h.then(functools.partial(self._offer, box, crossing, outbox, slot, result))
 
-    def _offer(self, crossing: Crossing, pool: SlotPool, slot: Span, result: torch.Tensor) -> None:
+    def _offer(self, box: int, crossing: Crossing, pool: SlotPool, slot: Span, result: torch.Tensor) -> None:
         """Offers a result that was copied. Until now the callback has held its memory on the device."""
         with self._changed:
             self._offered[crossing] = pool, slot
         span = Span(slot.offset, result.nbytes)
-        message = OfferSpan(job=self._job, step=crossing.step, reply_to=self._name, crossing=crossing, span=span)
+        message = OfferSpan(
+            job=self._job, step=crossing.step, reply_to=self._name, box=box, crossing=crossing, span=span
+        )
         self._send(self._link, message)
 
     def take(self, message: SpanPulled | OfferTaken) -> None:

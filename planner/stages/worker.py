@@ -1,0 +1,30 @@
+"""Plans a job over boxes in its own process: `python -m windlass.planner.stages.worker`, with the files of `Files`."""
+
+import json
+import sys
+from typing import Any
+
+from windlass.planner.planning import RefusedError, answer_question, arguments_of
+from windlass.planner.stages.box_search import StagesError
+from windlass.planner.stages.job_stages import StagesDoNotFitError, plan_stages
+from windlass.planner.stages.stages_request import StagesRequest
+
+
+def main() -> None:
+    """Answers the question that the command line names. The answer has the plan as `stages`. The exit code is 0."""
+    files = arguments_of(sys.argv[1:], "Plan a job over several boxes.")
+
+    def answer() -> dict[str, Any]:
+        request = StagesRequest.from_json(json.loads(files.question.read_text()))
+        try:
+            return {"stages": plan_stages(request).to_json()}
+        except StagesDoNotFitError as error:
+            raise RefusedError("does_not_fit", str(error), None) from None
+        except StagesError as error:
+            raise RefusedError("not_divisible", str(error), None) from None
+
+    answer_question(files, answer)
+
+
+if __name__ == "__main__":
+    main()

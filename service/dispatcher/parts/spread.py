@@ -1,0 +1,212 @@
+"""Jobs over several boxes on the head: their plans, the parts that other boxes get, and their attempts.
+
+The head's own box is always the first. It has the scheduler, the journal and the exports. The other boxes serve it.
+"""
+
+import logging
+import shutil
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from windlass.planner.stages import StagesPlan
+from windlass.service.dispatcher import AskStages, Runners, fail_job
+from windlass.service.dispatcher.parts.links import link_config, new_links
+from windlass.service.dispatcher.placement import JoinedBox
+from windlass.service.installation import Settings, about, link_host_of, node_of
+from windlass.service.jobs import (
+    BoxKind,
+    MachineResources,
+    build_stage_spec,
+    fields_of_stages,
+    job_dir,
+    keep_stages,
+    stages_of,
+    stages_of_answer,
+    stages_request,
+)
+from windlass.service.machine import measured_hardware
+from windlass.service.machine.fleet import (
+    HEAD_NAME,
+    PartLink,
+    link_name,
+    link_name_of_head,
+    reserve_link_port,
+)
+from windlass.service.preparation import PLAN_STAGES, Preparation, PreparationError
+from windlass.service.validation import ReportedError
+from windlass.storage.ids import BoxName
+from windlass.storage.sql import Database, Job, JobPart
+from windlass.storage.sql.repositories import (
+    HEAD_ID,
+    BoxRepository,
+    EventRepository,
+    JobRepository,
+    PartRepository,
+    PartState,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    job_id: str
+    nodes: tuple[str, ...]
+    work_dir: Path
+    preparation: Preparation
+
+
+@dataclass(slots=True)
+class SpreadJobs:
+    """The jobs over several boxes of one dispatcher of a head. Its memory may be lost at any time."""
+
+    database: Database
+    settings: Settings
+    runners: Runners
+    resources: MachineResources
+    ask: AskStages
+    _planning: _Planning | None = None
+    _ports: dict[str, socket.socket] = field(default_factory=dict)  # kept for the attempts of jobs
+
+    @property
+    def job_id(self) -> str | None:
+        """The job that is being planned."""
+        return None if self._planning is None else self._planning.job_id
+
+    def drop(self, *, keep: Collection[str]) -> None:
+        """Ends the planning of any other job: it was cancelled, or it is not its turn any more."""
+        if self._planning is not None and self._planning.job_id not in keep:
+            self._planning.preparation.stop()
+            self._planning = None
+
+    def close(self) -> None:
+        """Ends the planner process."""
+        self.drop(keep=())
+        for kept in self._ports.values():
+            kept.close()
+        self._ports.clear()
+
+    def give(self, job: Job, boxes: Sequence[JoinedBox]) -> str | None:
+        """Plans a job over these boxes and the head's own, and gives each its part.
+
+        Returns why the job waits, None if it has failed.
+        """
+        nodes = tuple(box.node for box in boxes)
+        planning = self._planning
+        if planning is not None and planning.job_id == job.id and planning.nodes != nodes:
+            self.drop(keep=())
+            planning = None
+        if planning is not None and planning.job_id != job.id:
+            return "its plan over several boxes is made after that of another job"
+        if planning is None:
+            here = BoxKind.of_home(self.settings, self.resources, measured_hardware(self.settings))
+            named = [(HEAD_NAME, here), *((box.name, box.kind) for box in boxes)]
+            work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
+            try:
+                request = stages_request(self.settings, job, named, self._network_bytes_per_s(boxes))
+            except (OSError, ValueError) as error:
+                with self.database.write() as session:
+                    fail_job(session, job, "invalid_value", f"it cannot be planned over its boxes: {error}")
+                return None
+            self._planning = _Planning(job.id, nodes, work_dir, self.ask(work_dir, request))
+        else:
+            try:
+                plan = self._poll(planning)
+            except PreparationError as error:
+                with self.database.write() as session:
+                    fail_job(session, job, error.code, error.message, error.param)
+                return None
+            if plan is not None:
+                self._keep(job, boxes, plan)
+        names = ", ".join([HEAD_NAME, *(box.name for box in boxes)])
+        return f"its plan over the boxes {names} is being made"
+
+    def _network_bytes_per_s(self, boxes: Sequence[JoinedBox]) -> float | None:
+        """Returns the slowest measured rate between any two of a job's boxes, None if none was measured."""
+        ids = {HEAD_ID, *(box.id for box in boxes)}
+        with self.database.read() as session:
+            rates = BoxRepository(session).rates(node_of(self.settings.home))
+        return min((rate.bytes_per_s for rate in rates if {rate.source, rate.target} <= ids), default=None)
+
+    def _poll(self, planning: _Planning) -> StagesPlan | None:
+        """Returns the plan, None if it is not made yet. Raises PreparationError if none can be made."""
+        try:
+            results = planning.preparation.poll()
+        except PreparationError:
+            planning.preparation.stop()
+            self._planning = None
+            raise
+        if results is None:
+            return None
+        self._planning = None
+        planning.preparation.stop()
+        shutil.rmtree(planning.work_dir, ignore_errors=True)
+        return stages_of_answer(results[PLAN_STAGES])
+
+    def _keep(self, job: Job, boxes: Sequence[JoinedBox], plan: StagesPlan) -> None:
+        by_name = {box.name: box for box in boxes}
+        keep_stages(self.settings, job.id, plan)  # before the rows say so, because the boxes fetch it
+        with self.database.write() as session:
+            parts = PartRepository(session)
+            for position, stage in enumerate(plan.stages):
+                if position:
+                    parts.add(job.id, by_name[stage.box].node, position=position, state=PartState.COPYING)
+            JobRepository(session).set_fields(job.id, seen=job, **fields_of_stages(job, plan))
+            told = "; ".join(
+                f"box {stage.box}: blocks {stage.first_block} to {stage.stop_block - 1}" for stage in plan.stages
+            )
+            for note in plan.notes:
+                EventRepository(session).add(job.id, attempt=0, message=note, level="warn")
+            EventRepository(session).add(job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {told}")
+        _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
+
+    # --- attempts -----------------------------------------------------------------------------------------------------
+
+    def new_attempt(self, job: Job, boxes: Sequence[JoinedBox], parts: Sequence[JobPart]) -> Sequence[PartLink]:
+        """Returns how the boxes reach each other in a job's next attempt, the head first.
+
+        Raises ReportedError if the head has no address or port for it.
+        """
+        host = link_host_of(self.settings)
+        if host is None:
+            raise ReportedError("the head's address for jobs over several boxes is not known; set cluster_host")
+        self._free_port(job.id)
+        kept = self._ports[job.id] = reserve_link_port(host, self.settings.link_port_range)
+        addresses: dict[BoxName, tuple[str, int]] = {link_name_of_head(): (host, kept.getsockname()[1])}
+        by_node = {box.node: box for box in boxes}
+        for part in parts:
+            box = by_node[part.node]
+            host = None if box.facts is None else box.facts.link_host
+            if host is None or part.port is None:
+                raise ReportedError(f"box {box.name} has not told its address for other boxes")
+            addresses[link_name(box.name, box.id)] = (host, part.port)
+        return new_links(addresses)
+
+    @staticmethod
+    def want(session: Session, job: Job, attempt: int, parts: Sequence[JobPart], links: Sequence[PartLink]) -> None:
+        """Tells the other boxes of an attempt, in the transaction that begins it."""
+        for part, link in zip(parts, links[1:], strict=True):
+            told = link.model_dump(mode="json")
+            PartRepository(session).want(job.id, part.node, attempt=attempt, link=told, is_over=False)
+
+    def start(self, job: Job, links: Sequence[PartLink]) -> None:
+        """Launches the first box's part of the attempt in the job's row. Raises as `Runners.start`."""
+        plan = stages_of(self.settings, job.id)
+        if plan is None:
+            raise ValueError("the job's plan over its boxes cannot be read")
+        specs = [build_stage_spec(self.settings, self.resources, job, plan, index) for index in range(len(plan.stages))]
+        self.runners.start_first_part(specs, link_config(self.settings, links[0], 0))
+
+    def ended(self, job_id: str) -> None:
+        """Frees the port of a job's attempt. Forgets the parts of an ended job on boxes that were removed."""
+        self._free_port(job_id)
+        with self.database.write() as session:
+            PartRepository(session).forget_removed(job_id)
+
+    def _free_port(self, job_id: str) -> None:
+        if (kept := self._ports.pop(job_id, None)) is not None:
+            kept.close()

@@ -1,0 +1,88 @@
+"""Parts of jobs over several boxes: what the head wants of each box, and what the box tells of it."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.orm import Session
+
+from windlass.storage.sql import TERMINAL_STATUSES, Box, Job, JobPart, execute_change
+from windlass.storage.sql.repositories.boxes.rows import BoxState
+
+
+class PartState(StrEnum):
+    """A state of a box's part of a job."""
+
+    COPYING = "copying"  # the job's files are not all there yet
+    READY = "ready"  # none of its processes runs
+    RUNNING = "running"  # an attempt's processes run, or may still run
+    LOST = "lost"  # the box has lost the states that it had
+
+
+class PartRepository:
+    """Parts of jobs, within the caller's transaction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def all(self) -> Sequence[JobPart]:
+        """Lists the parts of all jobs, by job and position."""
+        return self._session.scalars(select(JobPart).order_by(JobPart.job_id, JobPart.position)).all()
+
+    def of_job(self, job_id: str) -> Sequence[JobPart]:
+        """Lists the parts of a job by position."""
+        query = select(JobPart).where(JobPart.job_id == job_id).order_by(JobPart.position)
+        return self._session.scalars(query.execution_options(populate_existing=True)).all()
+
+    def on(self, node: str) -> Sequence[JobPart]:
+        """Lists the parts that a box has, or is to have."""
+        query = select(JobPart).where(JobPart.node == node).order_by(JobPart.job_id)
+        return self._session.scalars(query.execution_options(populate_existing=True)).all()
+
+    def find(self, job_id: str, node: str) -> JobPart | None:
+        """Returns a box's part of a job, None if it has none."""
+        return self._session.get(JobPart, (job_id, node), populate_existing=True)
+
+    def add(self, job_id: str, node: str, *, position: int, state: PartState) -> None:
+        """Adds a part. Nothing changes if it is there."""
+        if self.find(job_id, node) is None:
+            self._session.add(JobPart(job_id=job_id, node=node, position=position, state=state.value))
+            self._session.flush()
+
+    def remove(self, job_id: str, node: str | None = None) -> None:
+        """Removes a part, or all parts of a job."""
+        mine = JobPart.job_id == job_id if node is None else (JobPart.job_id == job_id) & (JobPart.node == node)
+        self._session.execute(delete(JobPart).where(mine))
+
+    def forget_removed(self, job_id: str) -> None:
+        """Removes an ended job's parts on boxes that were removed, which tell nothing any more."""
+        ended = select(Job.id).where(Job.id == job_id, Job.status.in_(TERMINAL_STATUSES))
+        removed = select(Box.node).where(Box.state == BoxState.REMOVED.value)
+        self._session.execute(delete(JobPart).where(JobPart.job_id.in_(ended), JobPart.node.in_(removed)))
+
+    def want(self, job_id: str, node: str, *, attempt: int, link: Mapping[str, Any] | None, is_over: bool) -> None:
+        """Notes what the head wants of a part."""
+        values = {"attempt": attempt, "link": None if link is None else dict(link), "is_over": is_over}
+        self._change(job_id, node, **values)
+
+    def tell(
+        self, job_id: str, node: str, *, state: PartState, served: int, told: str | None, port: int | None = None
+    ) -> None:
+        """Notes what a box tells of its part. Nothing changes if the part is gone."""
+        self._change(job_id, node, state=state.value, served=served, told=told, port=port)
+
+    def begin(self, job_id: str, node: str, attempt: int) -> bool:
+        """Notes that a box serves an attempt from now on. Returns False if it is not to, or not any more."""
+        is_wanted = (JobPart.attempt == attempt, JobPart.served < attempt, JobPart.is_over.is_(False))
+        ready = (JobPart.state == PartState.READY.value, *is_wanted)
+        return self._change(job_id, node, *ready, state=PartState.RUNNING.value, served=attempt, told=None)
+
+    def give_up(self, job_id: str, node: str, ended: int) -> None:
+        """Notes that a box begins none of the attempts up to `ended`, unless it serves one now."""
+        ready = (JobPart.state == PartState.READY.value, JobPart.served < ended)
+        self._change(job_id, node, *ready, served=ended)
+
+    def _change(self, job_id: str, node: str, *conditions: ColumnElement[bool], **values: Any) -> bool:
+        mine = (JobPart.job_id == job_id, JobPart.node == node, *conditions)
+        return execute_change(self._session, update(JobPart).where(*mine).values(**values)) == 1

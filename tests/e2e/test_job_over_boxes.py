@@ -1,0 +1,73 @@
+"""A job over several boxes, from the command to the model, over links that are cut and boxes that are killed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.box_service import HEAD, BoxService, box_service
+from tests.e2e.installation import write_examples
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+
+_NUM_STEPS = 60
+_JOB = ("--epochs", "1", "--batch-size", "2", "--sequence-length", "32", "--precision", "bf16", "--set", "seed=7")
+_TWO_GROUPS = ("--set", "num_microbatches=2")
+
+
+@pytest.fixture
+def boxes(tmp_path: Path) -> Iterator[BoxService]:
+    """A head and a box that has joined."""
+    with box_service(tmp_path, "left") as boxes:
+        boxes.start_head()
+        boxes.join("left")
+        yield boxes
+
+
+@pytest.fixture
+def training_file(tmp_path: Path) -> Path:
+    path = tmp_path / HEAD / "train.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_examples(path, 2 * _NUM_STEPS)
+    return path
+
+
+def model_of(boxes: BoxService, job_id: str, name: str) -> bytes:
+    job = boxes.await_success(job_id)
+    folder = boxes.network[HEAD].folder / name
+    boxes.head.ok("export", job["fine_tuned_model"], str(folder))
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+
+
+def test_job_over_two_boxes_has_the_losses_of_one_and_its_model_is_on_the_head(
+    boxes: BoxService, training_file: Path
+) -> None:
+    alone = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, box=HEAD)
+    boxes.await_success(alone)
+    job_id = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, "--boxes", "2")
+    boxes.await_step(job_id, 1)
+    assert boxes.head.await_job(job_id, lambda _: True, "there")["windlass"]["boxes"] == [HEAD, "left"]
+    job = boxes.await_success(job_id)
+    assert job["windlass"]["attempt"] == 1
+    assert boxes.losses(job_id) == boxes.losses(alone)
+    home = boxes["left"].home
+    deadline = time.monotonic() + 60
+    while found := list(home.rglob(f"{job_id}*")):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def test_job_goes_on_after_a_box_is_killed_and_after_its_link_is_cut(boxes: BoxService, training_file: Path) -> None:
+    alone = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, box=HEAD)
+    boxes.await_success(alone)
+    job_id = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, "--boxes", f"{HEAD},left")
+    step = boxes.await_step(job_id, 3)
+    boxes["left"].kill("ray::BoxRunner")
+    step = boxes.await_step(job_id, step + 3)
+    boxes.network["left"].cut()
+    time.sleep(5.0)
+    boxes.network["left"].restore()
+    job = boxes.await_success(job_id)
+    assert job["windlass"]["attempt"] == 2, "a short cut costs no attempt"
+    assert boxes.losses(job_id) == boxes.losses(alone)

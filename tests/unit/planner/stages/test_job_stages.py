@@ -1,0 +1,231 @@
+"""Plans of a job over several boxes, as the service asks for them."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.planner.stage_jobs import few_ways
+from tests.support.training import NUM_VALIDATION_EXAMPLES, make_spec
+from windlass.engine.model.layout import ModelLayout
+from windlass.planner.feasibility.feasibility import with_part
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
+from windlass.planner.planning.worker import question_of
+from windlass.planner.question.kept_shapes import KeptShapes
+from windlass.planner.stages import job_stages, worker
+from windlass.planner.stages.box_plans import BoxPlans
+from windlass.planner.stages.box_search import StagesError, best_over_all
+from windlass.planner.stages.job_stages import StagesDoNotFitError, plan_stages
+from windlass.planner.stages.splits import PlannedStages
+from windlass.planner.stages.stages_plan import StagesPlan
+from windlass.planner.stages.stages_request import RequestedBox, StagesRequest
+
+NUM_BLOCKS = 5
+_SHAPES = KeptShapes()  # so that the model is profiled once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_ways() -> Iterator[None]:
+    """Leaves two options for activations, so that programs are solved quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            job_stages, "question_of", lambda request, config: replace(question_of(request, config), ways=few_ways)
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def machine() -> Hardware:
+    return load(Hardware, example_machines()["rtx4090-server"])
+
+
+@pytest.fixture(scope="module")
+def request_for_two(tmp_path_factory: pytest.TempPathFactory, machine: Hardware) -> StagesRequest:
+    spec = make_spec(tmp_path_factory.mktemp("job") / "root", num_microbatches=2)
+    return StagesRequest(
+        model_dir=Path(spec.model_dir),
+        layout_file=Path(spec.layout_file),
+        dataset_dir=Path(spec.dataset_dir),
+        training=spec.training,
+        num_validation_examples=NUM_VALIDATION_EXAMPLES,
+        boxes=(box("head", machine), box("attic", machine)),
+        network_bytes_per_s=1.25e9,
+    )
+
+
+@pytest.fixture(scope="module")
+def searched(request_for_two: StagesRequest) -> tuple[StagesPlan, PlannedStages]:
+    """A plan, and what the search has found for it."""
+    found: list[PlannedStages] = []
+
+    def search(boxes: list[BoxPlans]) -> PlannedStages:
+        planned = best_over_all(boxes)
+        assert planned is not None
+        found.append(planned)
+        return planned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_stages, "best_over_all", search)
+        return plan_stages(request_for_two, _SHAPES), found[0]
+
+
+@pytest.fixture(scope="module")
+def plan(searched: tuple[StagesPlan, PlannedStages]) -> StagesPlan:
+    return searched[0]
+
+
+def box(name: str, hardware: Hardware | None, **changes: Any) -> RequestedBox:
+    facts: dict[str, Any] = {"num_optimizers": 1, "host_memory_nbytes": None, "device_memory_nbytes": None}
+    return RequestedBox(name=name, hardware=hardware, **(facts | changes))
+
+
+def test_all_boxes_have_blocks_and_the_first_one_those_at_the_beginning(plan: StagesPlan) -> None:
+    assert [stage.box for stage in plan.stages] == ["head", "attic"]
+    assert plan.stages[-1].stop_block == NUM_BLOCKS
+    assert plan.step_s is not None
+    assert plan.notes == ()
+    for stage in plan.stages:
+        assert stage.arena_nbytes is not None
+        assert stage.planned_device_nbytes is not None
+        assert stage.peak_gib["host"] * 2**30 > stage.arena_nbytes
+
+
+def test_boxes_of_a_plan_commit_at_once_in_equal_groups(plan: StagesPlan) -> None:
+    assert len({stage.placement.commit_every for stage in plan.stages}) == 1
+    assert len({stage.placement.group_size for stage in plan.stages}) == 1
+
+
+@pytest.mark.parametrize(
+    ("of_request", "of_cards", "expected", "is_told"),
+    [(None, None, 1.25e8, True), (5e8, None, 5e8, False), (None, 0.25, 2.5e8, False), (5e8, 0.25, 5e8, False)],
+)
+def test_network_that_is_not_known_is_assumed_and_told(
+    request_for_two: StagesRequest,
+    machine: Hardware,
+    searched: tuple[StagesPlan, PlannedStages],
+    monkeypatch: pytest.MonkeyPatch,
+    of_request: float | None,
+    of_cards: float | None,
+    expected: float,
+    *,
+    is_told: bool,
+) -> None:
+    def search(boxes: list[BoxPlans]) -> PlannedStages:
+        assert [(each.kind.number, each.kind.network_bytes) for each in boxes] == [(2, pytest.approx(expected))]
+        return searched[1]
+
+    monkeypatch.setattr(job_stages, "best_over_all", search)
+    boxes = tuple(box(name, with_part(machine, network_gb_per_s=of_cards)) for name in ("head", "attic"))
+    plan = plan_stages(replace(request_for_two, boxes=boxes, network_bytes_per_s=of_request), _SHAPES)
+    told = "the rate of the network between the boxes is not known; 1 Gbit/s are assumed"
+    assert plan.notes == ((told,) if is_told else ())
+
+
+def test_boxes_that_were_not_measured_share_the_layers_evenly(
+    request_for_two: StagesRequest, machine: Hardware
+) -> None:
+    boxes = (box("head", machine), box("attic", None, num_optimizers=3, host_memory_nbytes=2**30))
+    plan = plan_stages(replace(request_for_two, boxes=boxes))
+    assert [stage.box for stage in plan.stages] == ["head", "attic"]
+    assert plan.stages[-1].stop_block == NUM_BLOCKS
+    assert plan.step_s is None
+    assert (plan.num_microbatches, plan.group_size, plan.num_rounds) == (2, 1, 2)
+    assert (plan.stages[1].num_optimizers, plan.stages[1].host_memory_nbytes) == (3, 2**30)
+    assert [stage.arena_nbytes for stage in plan.stages] == [None, None]
+    assert "attic was not measured: run `windlass doctor` there" in plan.notes[0]
+
+
+def test_model_that_cannot_be_planned_is_divided_evenly(
+    request_for_two: StagesRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Any:
+        raise RuntimeError("shapes that depend on the data")
+
+    monkeypatch.setattr(job_stages, "question_of", refuse)
+    plan = plan_stages(request_for_two)
+    assert plan.step_s is None
+    assert "RuntimeError: shapes that depend on the data" in plan.notes[0]
+
+
+def test_job_that_does_not_fit_is_told_which_box_lacks_what(request_for_two: StagesRequest) -> None:
+    first, second = request_for_two.boxes
+    little = replace(second, device_memory_nbytes=1000)
+    with pytest.raises(StagesDoNotFitError) as raised:
+        plan_stages(replace(request_for_two, boxes=(first, little)), _SHAPES)
+    told = str(raised.value)
+    assert "box attic lacks" in told
+    assert "GPU memory" in told
+    assert "head" not in told, "it has room for all layers but one"
+
+
+def test_more_boxes_than_layers_are_refused_also_without_a_solver(
+    request_for_two: StagesRequest, machine: Hardware
+) -> None:
+    for hardware in (machine, None):
+        boxes = tuple(box(str(index), hardware) for index in range(4))
+        with pytest.raises(StagesError, match="the model has 3 layers, and each of the job's 4 boxes needs one"):
+            plan_stages(replace(request_for_two, boxes=boxes))
+
+
+def test_model_with_tied_embeddings_on_several_gpus_is_refused_also_without_a_solver(
+    request_for_two: StagesRequest, tmp_path: Path
+) -> None:
+    layout = ModelLayout.from_json(request_for_two.layout_file.read_text())
+    tied = replace(layout, shared=(*layout.shared[:-1], (layout.blocks[-1].index, layout.blocks[0].index)))
+    (tmp_path / "layout.json").write_text(tied.to_json())
+    boxes = (box("head", None), box("attic", None))
+    request = replace(request_for_two, layout_file=tmp_path / "layout.json", boxes=boxes)
+    assert len(plan_stages(request).stages) == 2
+    with pytest.raises(StagesError, match="share a tensor"):
+        plan_stages(replace(request, num_ranks=2))
+
+
+def test_request_survives_json(request_for_two: StagesRequest) -> None:
+    values = json.loads(json.dumps(request_for_two.to_json()))
+    assert StagesRequest.from_json(values) == request_for_two
+    for wrong in ({**values, "extra": 1}, {**values, "boxes": values["boxes"][:1]}, {**values, "training": {}}):
+        with pytest.raises(ValueError):
+            StagesRequest.from_json(wrong)
+
+
+def test_request_has_each_box_once(request_for_two: StagesRequest) -> None:
+    with pytest.raises(ValueError, match="two at least, each once, and not head, head"):
+        replace(request_for_two, boxes=request_for_two.boxes[:1] * 2)
+
+
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> dict[str, Any]:
+    question, result = tmp_path / "question.json", tmp_path / "result.json"
+    question.write_text(json.dumps(values))
+    monkeypatch.setattr(sys, "argv", ["worker", "--question", str(question), "--result", str(result)])
+    worker.main()
+    told: dict[str, Any] = json.loads(result.read_text())
+    return told
+
+
+def test_process_writes_the_plan_or_why_there_is_none(
+    request_for_two: StagesRequest, machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmeasured = replace(request_for_two, boxes=(box("head", None), box("attic", None)))
+    told = answer(tmp_path, monkeypatch, unmeasured.to_json())
+    assert told["ok"]
+    assert StagesPlan.from_json(told["stages"]) == plan_stages(unmeasured)
+
+    def code_of(request: StagesRequest) -> str:
+        told = answer(tmp_path, monkeypatch, request.to_json())
+        assert not told["ok"]
+        assert told["error"]["message"]
+        return str(told["error"]["code"])
+
+    assert code_of(replace(unmeasured, boxes=tuple(box(str(index), None) for index in range(4)))) == "not_divisible"
+    assert code_of(replace(unmeasured, layout_file=tmp_path / "none.json")) == "invalid_model"
+
+    def refuse(*_: object) -> Any:
+        raise StagesDoNotFitError("box attic lacks 1 GiB")
+
+    monkeypatch.setattr(worker, "plan_stages", refuse)
+    assert code_of(unmeasured) == "does_not_fit"

@@ -1,0 +1,444 @@
+"""A job over several boxes: a head and a box with real dispatchers and an agent, and stand-in runners."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from tests.support.service.boxes import make_capacity, make_facts
+from tests.support.service.cluster_stage import NAME, Cluster
+from tests.support.service.dispatcher_stage import Stage
+from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
+from windlass.service.cluster.box.agent import Agent, BoxFunctions
+from windlass.service.machine.fleet.content import taken_dir
+from windlass.service.preparation.pipeline import PreparationError
+from windlass.storage.sql.database import Database
+from windlass.storage.sql.job_status import JobStatus
+from windlass.storage.sql.models import JobPart
+from windlass.storage.sql.repositories.boxes import (
+    BoxRepository,
+    BoxState,
+    Instruction,
+    MirrorRepository,
+    PartRepository,
+    PartState,
+)
+
+STAGES = tuple(
+    StagePlan(
+        box=box, first_block=first, stop_block=stop, placement=Placement(group_size=1), num_optimizers=1, peak_gib={}
+    )
+    for box, first, stop in (("head", 0, 2), (NAME, 2, 4))
+)
+PLAN = StagesPlan(num_ranks=1, num_microbatches=2, update_order=UpdateOrder.KEPT, step_s=None, stages=STAGES)
+
+
+class Spread(Cluster):
+    """Two boxes that can reach each other."""
+
+    def __init__(self, folder: Path, head: Database, box: Database) -> None:
+        super().__init__(folder, head, box)
+        for stage in (self.head, self.box):
+            stage.settings = stage.settings.model_copy(update={"link_host": "127.0.0.1"})
+            folder = stage.settings.home / "cluster"
+            folder.mkdir(exist_ok=True)
+            for name in ("link.pem", "authority.pem"):
+                (folder / name).write_text("")
+            stage.new_dispatcher()
+        self.agent.close()
+        self.new_agent()
+        self.agent.tick()
+
+    def new_agent(self) -> Agent:
+        functions = BoxFunctions(facts=lambda: make_facts(link_host="127.0.0.1"), capacity=make_capacity)
+        settings, link = self.box.settings, self.link
+        self.agent = Agent(self.box.database, settings, link, functions, name=NAME, clock=lambda: self.now)
+        return self.agent
+
+    def go_on(self, is_so: Any) -> None:
+        """Lets both boxes work until something is so."""
+
+        def look() -> bool:
+            self.head.now += 1
+            self.box.now += 1
+            self.head.tick()
+            return bool(is_so())
+
+        self.until(look)
+
+    def divide(self, **windlass: Any) -> str:
+        """A job whose plan over both boxes was made."""
+        job_id = self.prepare(boxes=2, **windlass)
+        self.head.tick()
+        self.head.stage_planners[-1].answer = PLAN
+        self.head.tick()
+        return job_id
+
+    def run(self) -> str:
+        """A job of which both boxes serve the first attempt."""
+        job_id = self.divide()
+        self.go_on(lambda: self.box.runners.alive)
+        return job_id
+
+    def divide_beside(self, other: str) -> str:
+        """A part whose attempt is wanted on the box, though another job runs there."""
+        job_id = self.prepare(boxes=2)
+        with self.box.database.write() as session:
+            parts = PartRepository(session)
+            parts.add(job_id, self.box.node, position=1, state=PartState.READY)
+            parts.want(job_id, self.box.node, attempt=1, link={}, is_over=False)
+        return job_id
+
+    def part(self, job_id: str, stage: Stage | None = None) -> JobPart | None:
+        """The box's part of a job, as the head knows it, or as the box does."""
+        with (stage or self.head).database.read() as session:
+            return PartRepository(session).find(job_id, self.box.node)
+
+    def state(self, job_id: str) -> str | None:
+        part = self.part(job_id)
+        return None if part is None else part.state
+
+    def end_attempt(self, job_id: str, status: str, **error: Any) -> None:
+        """Ends the attempt on both boxes, as runners do."""
+        attempt = self.head.job(job_id).attempt
+        journal = self.head.journal(job_id, attempt)
+        journal.append_outcome(status, "over", **error)
+        journal.close()
+        self.head.end_runner(job_id, attempt)
+        self.box.end_runner(job_id, attempt)
+
+
+@pytest.fixture
+def spread(tmp_path: Path, migrated_file: Path) -> Iterator[Spread]:
+    databases = []
+    for name in ("head.db", "box.db"):
+        shutil.copyfile(migrated_file, tmp_path / name)
+        databases.append(Database(f"sqlite:///{tmp_path / name}"))
+    spread = Spread(tmp_path, *databases)
+    yield spread
+    spread.head.dispatcher._spread.close()
+    spread.close()
+    for database in databases:
+        database.close()
+
+
+def test_job_is_planned_over_its_boxes_and_each_gets_its_part(spread: Spread) -> None:
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    [planner] = spread.head.stage_planners
+    assert [box.name for box in planner.request.boxes] == ["head", NAME]
+    assert spread.head.job(job_id).waiting_reason == f"its plan over the boxes head, {NAME} is being made"
+    planner.answer = PLAN
+    spread.head.tick()
+    assert spread.state(job_id) == "copying"
+    assert spread.head.job(job_id).hyperparameters["num_microbatches"] == 2
+    events = spread.head.messages(job_id)
+    assert f"Divided over 2 boxes: box head: blocks 0 to 1; box {NAME}: blocks 2 to 3" in events
+    assert spread.head.status(job_id) is JobStatus.QUEUED, "it waits until all boxes have its files"
+    spread.go_on(lambda: spread.state(job_id) == "ready")
+    folder = spread.box.settings.jobs_dir / job_id
+    assert (folder / "prepare" / "stages.json").exists()
+    assert (folder / "dataset" / "tokens.bin").stat().st_size == 256 * 5000
+
+
+def test_attempt_that_a_box_never_heard_of_is_not_begun_later(spread: Spread) -> None:
+    job_id = spread.divide()
+    spread.go_on(lambda: spread.head.runners.alive)
+    spread.head.end_runner(job_id, 1)
+    spread.head.tick()
+    spread.go_on(lambda: spread.head.job(job_id).attempt == 2)
+    spread.go_on(lambda: spread.box.runners.alive)
+    assert [spec.attempt for spec in spread.box.runners.started] == [2]
+
+
+def test_all_boxes_serve_an_attempt_and_reach_each_other(spread: Spread) -> None:
+    job_id = spread.run()
+    [head], [box] = spread.head.runners.links, spread.box.runners.links
+    assert head.names == box.names
+    first, second = head.names
+    assert head.secret == box.secret
+    assert len(head.secret) == 32
+    assert (box.addresses, head.addresses) == ({first: head.address}, {second: box.address})
+    assert [(spec.job, spec.attempt, spec.box) for spec in spread.head.runners.started] == [(job_id, 1, 0)]
+    assert [(spec.job, spec.attempt, spec.box) for spec in spread.box.runners.started] == [(job_id, 1, 1)]
+    assert spread.box.runners.started[0].job_dir == str(spread.box.settings.jobs_dir / job_id)
+    spread.go_on(lambda: spread.state(job_id) == "running")
+
+
+def test_ended_job_leaves_nothing_on_any_box(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.head.export_model()
+    spread.end_attempt(job_id, "succeeded", trained_tokens=7)
+    spread.go_on(lambda: spread.part(job_id) is None)
+    assert spread.head.status(job_id) is JobStatus.SUCCEEDED
+    assert spread.part(job_id, spread.box) is None
+    assert not (spread.box.settings.jobs_dir / job_id).exists()
+    assert list(taken_dir(spread.box.settings.home).glob("*.json")) == []
+    assert spread.box.dispatcher._parts.hold is None
+
+
+def test_lost_attempt_is_followed_by_another_once_all_boxes_have_ended_theirs(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.go_on(lambda: spread.state(job_id) == "running")
+    spread.head.end_runner(job_id, 1)  # without an outcome
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.head.now += 300
+    spread.head.tick()
+    assert spread.head.job(job_id).attempt == 1
+    assert spread.head.job(job_id).waiting_reason == f"the processes of attempt 1 have not ended yet on box {NAME}"
+    spread.box.end_runner(job_id, 1)
+    spread.go_on(lambda: len(spread.box.runners.started) == 2)
+    assert spread.box.runners.started[-1].attempt == spread.head.runners.started[-1].attempt == 2
+    first, second = spread.box.runners.links
+    assert first.secret != second.secret
+
+
+def test_part_that_outlives_its_attempt_is_killed(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.head.end_runner(job_id, 1)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.go_on(lambda: spread.part(job_id, spread.box).attempt == 0)  # type: ignore[union-attr]
+    spread.box.tick()
+    assert spread.box.runners.alive, "it may end by itself"
+    spread.box.now += 200
+    spread.box.tick()
+    assert not spread.box.runners.alive
+
+
+def test_part_that_cannot_start_says_why(spread: Spread) -> None:
+    spread.box.runners.refusal = ValueError("the arena cannot be made")
+    job_id = spread.divide()
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.RUNNING)
+    spread.go_on(lambda: (spread.part(job_id) or JobPart()).told == "the arena cannot be made")
+    assert spread.head.messages(job_id).count(f"Box {NAME}: the arena cannot be made") == 1
+
+
+def test_box_with_a_part_gets_no_other_job(spread: Spread) -> None:
+    job_id = spread.run()
+    other = spread.prepare(box=NAME)
+    spread.head.tick()
+    assert spread.head.status(other) is JobStatus.QUEUED
+    assert f"is in use by job {job_id}" in (spread.head.job(other).waiting_reason or "")
+    spread.head.export_model()
+    spread.end_attempt(job_id, "succeeded", trained_tokens=7)
+    spread.go_on(lambda: spread.head.job(other).node == spread.box.node)
+
+
+def test_paused_job_leaves_its_boxes_to_others_and_waits_for_them_when_it_is_resumed(spread: Spread) -> None:
+    job_id = spread.run()
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.PAUSE, job_id, here=spread.head.node)
+    spread.head.tick()
+    spread.end_attempt(job_id, PAUSED)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.PAUSED and spread.state(job_id) == "ready")
+    other = spread.prepare(box=NAME)
+    spread.go_on(lambda: spread.head.status(other) is JobStatus.RUNNING)
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.RESUME, job_id, here=spread.head.node)
+    spread.head.tick(2)
+    assert spread.head.status(job_id) is JobStatus.QUEUED
+    assert f"on box {NAME} it needs 2 GPUs; 1 is free" in (spread.head.job(job_id).waiting_reason or "")
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, other, here=spread.head.node)
+    spread.go_on(lambda: spread.box.runners.cancelled)
+    spread.box.end_runner(other, 1)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.RUNNING)
+    assert spread.head.job(job_id).attempt == 2
+
+
+def test_job_over_several_boxes_waits_until_all_are_free_and_keeps_its_place(spread: Spread) -> None:
+    busy = spread.prepare(box=NAME)
+    spread.go_on(lambda: spread.head.status(busy) is JobStatus.RUNNING)
+    job_id = spread.prepare(boxes=["head", NAME])
+    later = spread.prepare(box="head")
+    spread.head.tick()
+    assert [spread.head.status(each) for each in (job_id, later)] == [JobStatus.QUEUED] * 2
+    assert (spread.head.job(job_id).waiting_reason or "").startswith(f"on box {NAME} it needs 2 GPUs; 1 is free")
+    assert spread.head.stage_planners == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"link_host": None}, "has not told its address for other boxes"),
+        ({"windlass": "0.0.1", "link_host": "127.0.0.1"}, "runs another release of windlass than the head"),
+    ],
+)
+def test_box_that_cannot_have_a_part_is_named(spread: Spread, facts: dict[str, Any], reason: str) -> None:
+    with spread.head.database.write() as session:
+        BoxRepository(session).set(spread.row.id, facts=make_facts(**facts).model_dump(mode="json"))
+    job_id = spread.prepare(boxes=["head", NAME])
+    spread.head.tick()
+    assert reason in (spread.head.job(job_id).waiting_reason or "")
+
+
+def test_job_that_asks_for_more_boxes_than_are_open_waits(spread: Spread) -> None:
+    job_id = spread.prepare(boxes=3)
+    spread.head.tick()
+    assert spread.head.job(job_id).waiting_reason == "it asks for 3 boxes, and 2 are open to it"
+
+
+def test_job_that_no_division_fits_fails(spread: Spread) -> None:
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = PreparationError("does_not_fit", "box attic lacks 3 GiB", None)
+    spread.head.tick()
+    job = spread.head.job(job_id)
+    assert (job.status, job.error) == (
+        JobStatus.FAILED,
+        {"code": "does_not_fit", "message": "box attic lacks 3 GiB", "param": None},
+    )
+
+
+def test_job_cancelled_before_its_first_attempt_is_removed_from_its_boxes(spread: Spread) -> None:
+    job_id = spread.divide()
+    spread.go_on(lambda: spread.state(job_id) == "copying" and spread.part(job_id, spread.box) is not None)
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
+    spread.go_on(lambda: spread.part(job_id) is None)
+    assert spread.head.status(job_id) is JobStatus.CANCELLED
+    assert not (spread.box.settings.jobs_dir / job_id).exists()
+
+
+def test_drained_box_ends_the_attempt_at_a_commit(spread: Spread) -> None:
+    job_id = spread.run()
+    with spread.head.database.write() as session:
+        BoxRepository(session).set_state(spread.row.id, BoxState.DRAINING)
+    spread.head.tick()
+    assert spread.head.runners.paused == [(job_id, 1)]
+    spread.end_attempt(job_id, PAUSED)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.go_on(lambda: "draining" in (spread.head.job(job_id).waiting_reason or ""))
+    with spread.head.database.write() as session:
+        BoxRepository(session).set_state(spread.row.id, BoxState.READY)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.RUNNING)
+
+
+def test_box_that_was_removed_before_the_job_began_is_replaced(spread: Spread) -> None:
+    job_id = spread.divide()
+    with spread.head.database.write() as session:
+        BoxRepository(session).remove(spread.row.id, head=spread.head.node)
+    spread.head.tick()
+    assert spread.part(job_id) is None
+    assert spread.head.status(job_id) is JobStatus.QUEUED
+
+
+def test_box_that_was_removed_with_states_of_the_job_is_named(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    with spread.head.database.write() as session:
+        BoxRepository(session).remove(spread.row.id, head=spread.head.node)
+    spread.head.tick()
+    spread.head.now += 300
+    spread.head.tick()
+    assert "was removed" in (spread.head.job(job_id).waiting_reason or "")
+
+
+def test_agent_and_dispatchers_that_are_killed_go_on(spread: Spread) -> None:
+    job_id = spread.divide()
+    for _ in range(30):
+        spread.agent.tick()
+        for transfer in list(spread.agent._takings._transfers.values()):
+            assert transfer.task is not None
+            transfer.task.result(timeout=20)
+            spread.agent.tick()
+        spread.agent.close()
+        spread.new_agent()
+        spread.box.new_dispatcher().tick()
+        spread.head.dispatcher._spread.close()  # the sockets of a killed process are closed
+        spread.head.new_dispatcher().tick()
+        spread.now += 1
+        if spread.box.runners.alive:
+            break
+    assert spread.box.runners.alive == spread.head.runners.alive == {(job_id, 1)}
+
+
+def test_box_that_has_lost_its_home_says_so(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready")
+    spread.agent._takings.forget(job_id)
+    with spread.box.database.write() as session:
+        PartRepository(session).remove(job_id)
+    spread.go_on(lambda: spread.state(job_id) == "lost")
+    spread.head.now += 300
+    spread.head.tick(2)
+    assert "has lost its part" in (spread.head.job(job_id).waiting_reason or "")
+    later = spread.prepare(box="head")
+    spread.go_on(lambda: spread.head.status(later) is JobStatus.RUNNING)
+
+
+def test_job_that_is_cancelled_while_it_is_planned_does_not_keep_others_from_it(spread: Spread) -> None:
+    first, second = spread.prepare(boxes=2), spread.prepare(boxes=2)
+    spread.head.tick()
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, first, here=spread.head.node)
+    spread.head.tick()
+    assert [planner.stopped for planner in spread.head.stage_planners] == [True, False]
+    spread.head.stage_planners[-1].answer = PLAN
+    spread.head.tick()
+    assert spread.state(second) == "copying"
+
+
+def test_attempt_ends_at_once_when_one_of_its_boxes_is_removed(spread: Spread) -> None:
+    job_id = spread.run()
+    with spread.head.database.write() as session:
+        BoxRepository(session).remove(spread.row.id, head=spread.head.node)
+    spread.head.tick(2)
+    assert not spread.head.runners.alive
+    spread.head.now += 300
+    spread.head.tick(2)
+    assert "was removed" in (spread.head.job(job_id).waiting_reason or "")
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
+
+
+def test_part_that_is_to_be_removed_begins_no_attempt(spread: Spread) -> None:
+    job_id = spread.divide()
+    spread.go_on(lambda: spread.state(job_id) == "ready")
+    with spread.box.database.write() as session:
+        parts = PartRepository(session)
+        parts.want(job_id, spread.box.node, attempt=1, link={}, is_over=True)
+        assert not parts.begin(job_id, spread.box.node, 1)
+    assert not spread.box.runners.alive
+
+
+def test_head_whose_database_is_older_than_the_division_does_not_make_boxes_remove_states(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: (spread.part(job_id) or JobPart()).served == 1 and spread.state(job_id) == "ready")
+    with spread.head.database.write() as session:
+        PartRepository(session).remove(job_id)
+    for _ in range(3):
+        spread.agent.tick()
+    part = spread.part(job_id)
+    assert part is not None
+    assert (part.position, part.state) == (1, "ready")
+    assert part.served > 0
+    assert spread.part(job_id, spread.box) is not None
+
+
+def test_box_that_has_served_more_attempts_than_the_head_knows_serves_the_next(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    with spread.box.database.write() as session:
+        session.execute(update(JobPart).values(served=5))
+    spread.head.tick()
+    spread.head.now += 300
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.RUNNING)
+    assert spread.head.job(job_id).attempt == 6
+
+
+def test_part_does_not_begin_beside_processes_of_another_job(spread: Spread) -> None:
+    other = spread.prepare(box=NAME)
+    spread.go_on(lambda: spread.head.status(other) is JobStatus.RUNNING)
+    job_id = spread.divide_beside(other)
+    spread.box.dispatcher._parts.tick()
+    assert {job for job, _ in spread.box.runners.alive} == {other}
+    assert spread.part(job_id, spread.box).served == 0  # type: ignore[union-attr]

@@ -1,0 +1,302 @@
+"""Jobs over several boxes: the request for a plan, the kept plan, and the specification of each box's part."""
+
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_spec
+from tests.unit.actors.parity.test_local_groups import Run
+from tests.unit.planner.stages.test_stages_plan import FIRST, LAST, PLAN
+from tests.unit.service.jobs.test_spec_builder import MACHINE, RESULTS, job_of, windlass_settings
+from windlass.actors.job.context import make_context
+from windlass.actors.job.pace import Pace
+from windlass.actors.job.spec import JobCore, JobSpec
+from windlass.actors.runtime.local_runner import run_local
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.engine.model.partition import partition_folder
+from windlass.planner.hardware.hardware import Hardware
+from windlass.planner.stages.job_stages import plan_stages
+from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
+from windlass.service.installation.settings import Settings
+from windlass.service.jobs.box_plans import BoxKind
+from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import build_job_spec, job_dir, resolve_job
+from windlass.service.jobs.stage_plans import (
+    STAGES_FILE,
+    build_stage_spec,
+    fields_of_stages,
+    keep_stages,
+    stages_of,
+    stages_of_answer,
+    stages_request,
+)
+from windlass.service.preparation.steps import PREPARE_DATA
+from windlass.storage.ids import Kernel
+from windlass.storage.sql.models import Job
+
+HEAD_RESOURCES = MachineResources(num_cores=4, num_gpus=2)
+KIND = BoxKind(resources=HEAD_RESOURCES, hardware=MACHINE)
+# Of a job with two GPUs and eight micro-batches. One box was measured, and the other one was not.
+UNPLANNED = replace(
+    PLAN,
+    stages=(
+        FIRST,
+        StagePlan(
+            box="attic",
+            first_block=3,
+            stop_block=6,
+            placement=Placement(group_size=2),
+            num_optimizers=3,
+            host_memory_nbytes=5 * 2**30,
+            peak_gib={},
+        ),
+    ),
+)
+PLANS = [pytest.param(PLAN, id="with plans"), pytest.param(UNPLANNED, id="without a plan of one box")]
+
+
+def home_of(path: Path, **settings: Any) -> Settings:
+    return Settings(home=path, **({"num_cpu_optimizers": 1} | settings))
+
+
+def prepared(settings: Settings, **asked: Any) -> Job:
+    """A job whose data is prepared in this home."""
+    job = job_of(windlass_settings(**({"gpus": 2, "batch_size": 16, "num_microbatches": 8} | asked)))
+    resolved = resolve_job(job, RESULTS, num_devices=2)
+    job.hyperparameters, job.total_steps = json.loads(json.dumps(resolved.hyperparameters)), resolved.total_steps
+    folder = job_dir(settings, job.id) / "prepare"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{PREPARE_DATA}.json").write_text(json.dumps(RESULTS[PREPARE_DATA]))
+    return job
+
+
+def core_of(spec: JobSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in fields(JobCore)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_head_derives_for_each_box_what_the_box_derives_for_itself(tmp_path: Path, plan: StagesPlan) -> None:
+    head = home_of(tmp_path / "head", host_memory_gib=3.0)
+    attic = home_of(
+        tmp_path / "attic",
+        ssd_dirs=(tmp_path / "other",),
+        models_dir=tmp_path / "elsewhere",
+        num_cpu_optimizers=2,
+        host_memory_gib=9.0,
+        gpu_memory_gib=1.0,
+        compute_threads=1,
+    )
+    budgets = {"budgets": {"host_memory_gib": 8.0}}
+    jobs = [prepared(home, **budgets) for home in (head, attic)]
+    resources = MachineResources(num_cores=16, num_gpus=8)
+    for index in range(2):
+        by_head = build_stage_spec(head, HEAD_RESOURCES, jobs[0], plan, index)
+        by_box = build_stage_spec(attic, resources, jobs[1], plan, index)
+        assert core_of(by_head) == core_of(by_box)
+        assert by_box.ssd_dirs == (str(tmp_path / "other"),)
+        assert by_box.job_dir == str(job_dir(attic, jobs[1].id))
+        assert (by_head.device_memory_nbytes, by_box.device_memory_nbytes) == (None, 2**30)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_specification_of_a_box_has_the_plan_s_values(tmp_path: Path, plan: StagesPlan) -> None:
+    settings = home_of(tmp_path, host_memory_gib=1.0)
+    job = prepared(settings)
+    for index, stage in enumerate(plan.stages):
+        spec = build_stage_spec(settings, HEAD_RESOURCES, job, plan, index)
+        assert (spec.box, spec.stages) == (index, plan.engine_stages)
+        assert (spec.placement, spec.num_cpu_optimizers) == (stage.placement, stage.num_optimizers)
+        assert spec.host_memory_nbytes == (stage.arena_nbytes or stage.host_memory_nbytes)
+        assert spec.planned_device_nbytes == stage.planned_device_nbytes
+        assert spec.training.update_order is UpdateOrder.KEPT
+        assert (spec.num_ranks, spec.training.num_microbatches) == (2, 8)
+        assert spec.expected_pace == Pace(step_s=1.25, is_measured=False)
+    measured = Pace(step_s=9.0, is_measured=True)
+    assert build_stage_spec(settings, HEAD_RESOURCES, job, plan, 0, measured).expected_pace == measured
+
+
+def test_specification_takes_the_order_of_updates_from_the_plan(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, clip_norm=None)
+    active = replace(PLAN, update_order=UpdateOrder.ACTIVE)
+    orders = [build_stage_spec(settings, HEAD_RESOURCES, job, plan, 0).training.update_order for plan in (PLAN, active)]
+    assert orders == [UpdateOrder.KEPT, UpdateOrder.ACTIVE]
+
+
+@pytest.mark.parametrize("asked", [{"num_microbatches": 4}, {"gpus": 1}])
+def test_plan_for_other_numbers_than_those_of_the_row_is_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, **asked)
+    with pytest.raises(ValueError, match="make the plan again"):
+        build_stage_spec(settings, HEAD_RESOURCES, job, PLAN, 0)
+
+
+def test_row_gets_the_plan_s_numbers_before_the_first_attempt_only(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, gpus="auto", num_microbatches=None)
+    before = dict(job.hyperparameters or {})
+    changed = fields_of_stages(job, PLAN)["hyperparameters"]
+    assert changed == {**before, "num_microbatches": 8, "gpus": 2}
+    assert job.hyperparameters == before, "the caller writes the row"
+    job.hyperparameters = changed
+    assert fields_of_stages(job, PLAN)["hyperparameters"] == changed
+    assert build_stage_spec(settings, HEAD_RESOURCES, job, PLAN, 1).training.num_microbatches == 8
+    job.attempt = 1
+    assert fields_of_stages(job, PLAN)["hyperparameters"] == changed
+    with pytest.raises(ValueError, match=r"begun with num_microbatches 8, .* and the plan has 16"):
+        fields_of_stages(job, replace(PLAN, num_microbatches=16))
+
+
+def test_row_of_a_job_with_a_fixed_number_of_gpus_gets_none(tmp_path: Path) -> None:
+    job = prepared(home_of(tmp_path))
+    assert fields_of_stages(job, PLAN)["hyperparameters"] == job.hyperparameters
+
+
+def test_request_has_the_bounds_of_each_box_and_those_of_the_job(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, budgets={"host_memory_gib": 4.0})
+    other = BoxKind(
+        resources=MachineResources(num_cores=8, num_gpus=4),
+        hardware=None,
+        num_optimizers=2,
+        host_memory_gib=3.0,
+        gpu_memory_gib=2.0,
+    )
+    request = stages_request(settings, job, [("head", KIND), ("attic", other)], 1e9)
+    assert [box.name for box in request.boxes] == ["head", "attic"]
+    first, second = request.boxes
+    assert (first.hardware, first.host_memory_nbytes, first.device_memory_nbytes) == (MACHINE, 4 * 2**30, None)
+    assert (second.hardware, second.num_optimizers) == (None, 2)
+    assert (second.host_memory_nbytes, second.device_memory_nbytes) == (3 * 2**30, 2 * 2**30)
+    assert (request.num_ranks, request.chooses_ranks, request.chooses_microbatches) == (2, False, False)
+    assert request.training.num_microbatches == 8
+    assert request.num_validation_examples == RESULTS[PREPARE_DATA]["num_validation_examples"]
+    assert request.layout_file == job_dir(settings, job.id) / "layout.json"
+    assert request.dataset_dir == job_dir(settings, job.id) / "dataset"
+    assert request.network_bytes_per_s == 1e9
+
+
+def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_begins(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, gpus="auto", num_microbatches=None)
+    three = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=3))
+    boxes = [("head", three), ("attic", KIND)]
+    request = stages_request(settings, job, boxes, None)
+    assert (request.chooses_microbatches, request.chooses_ranks, request.num_ranks) == (True, True, 2)
+    job.attempt = 1
+    assert not stages_request(settings, job, boxes, None).chooses_microbatches
+
+
+def test_box_with_too_few_gpus_is_named(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings)
+    one = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=1))
+    with pytest.raises(ValueError, match=r"box attic: windlass\.gpus is 2, and the machine has 1 GPU"):
+        stages_request(settings, job, [("head", KIND), ("attic", one)], None)
+
+
+def test_kind_of_a_home_has_the_settings_that_plans_follow_from(tmp_path: Path) -> None:
+    settings = home_of(tmp_path, num_cpu_optimizers=2, host_memory_gib=3.0, gpu_memory_gib=2.0)
+    kind = BoxKind.of_home(settings, HEAD_RESOURCES, MACHINE)
+    same = BoxKind(
+        resources=HEAD_RESOURCES, hardware=MACHINE, num_optimizers=2, host_memory_gib=3.0, gpu_memory_gib=2.0
+    )
+    assert kind == same
+
+
+def test_plan_is_kept_and_an_unreadable_one_counts_as_missing(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings)
+    assert stages_of(settings, job.id) is None
+    keep_stages(settings, job.id, PLAN)
+    assert stages_of(settings, job.id) == PLAN
+    keep_stages(settings, job.id, UNPLANNED)
+    assert stages_of(settings, job.id) == UNPLANNED
+    path = job_dir(settings, job.id) / STAGES_FILE
+    for text in ("[", "[]", "{}", json.dumps({**PLAN.to_json(), "extra": 1})):
+        path.write_text(text)
+        assert stages_of(settings, job.id) is None
+
+
+def test_answer_of_the_planner_has_the_plan() -> None:
+    assert stages_of_answer({"ok": True, "stages": json.loads(json.dumps(PLAN.to_json()))}) == PLAN
+    with pytest.raises(ValueError):
+        stages_of_answer({"ok": True, "warnings": ["no plan was made"]})
+    assert LAST.arena_nbytes is None
+
+
+# --- a job that runs --------------------------------------------------------------------------------------------------
+
+
+def cpu_machine() -> Hardware:
+    return MACHINE.model_copy(update={"gpus": MACHINE.gpus.model_copy(update={"count": 0, "tflops": 0.1})})
+
+
+def run_with(specs: list[JobSpec]) -> Run:
+    first, *others = specs
+    for spec in specs:
+        Path(spec.arena_dir).mkdir(exist_ok=True)
+        for ssd_dir in map(Path, spec.ssd_dirs):
+            keep_calibration(ssd_dir)
+    outcome = run_local(first, other_boxes=others, poison_released=True, direct=has_direct_io(Path(first.model_dir)))
+    assert outcome["status"] == "succeeded", outcome
+    assert [leftovers_of(spec) for spec in specs] == [[]] * len(specs)
+    return Run.of(first)
+
+
+def filled_home(path: Path, made: JobSpec, job: Job, num_cpu_optimizers: int) -> Settings:
+    """A home with the job's model and its prepared data."""
+    settings = home_of(path, num_cpu_optimizers=num_cpu_optimizers)
+    shutil.copytree(made.model_dir, settings.models_dir / job.model)
+    folder = job_dir(settings, job.id)
+    shutil.copytree(made.dataset_dir, folder / "dataset")
+    layout = partition_folder(made.model_dir, made.training.precision).layout
+    (folder / "layout.json").write_text(layout.to_json())
+    (folder / "prepare").mkdir()
+    data = {"num_validation_examples": made.num_validation_examples}
+    (folder / "prepare" / f"{PREPARE_DATA}.json").write_text(json.dumps(data))
+    return settings
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_job_over_two_homes_has_the_bits_of_one_box(tmp_path: Path, *, is_measured: bool) -> None:
+    made = make_spec(tmp_path / "made", num_microbatches=4, total_steps=6, evaluate_every=3, clip_norm=0.5)
+    job = job_of(windlass_settings(precision="fp32", sequence_length=48, num_microbatches=None))
+    job.id = f"ftjob-{made.job.removeprefix('ftjob-')}"
+    training = replace(made.training, kernel=Kernel.FUSED)
+    results = {**RESULTS, PREPARE_DATA: {**RESULTS[PREPARE_DATA], "num_examples": 18}}
+    resolved = replace(resolve_job(job, results), training=training)
+    job.hyperparameters, job.total_steps = json.loads(json.dumps(resolved.hyperparameters)), training.total_steps
+    job.windlass = {**job.windlass, "evaluate_every": 3}
+    head, attic = (filled_home(tmp_path / name, made, job, number) for name, number in (("head", 1), ("attic", 2)))
+
+    resources = MachineResources(num_cores=2, num_gpus=0)
+    kinds = [
+        (name, BoxKind.of_home(settings, resources, cpu_machine() if is_measured else None))
+        for name, settings in (("head", head), ("attic", attic))
+    ]
+    plan = plan_stages(stages_request(head, job, kinds, 1.25e9))
+    assert (plan.step_s is not None) == is_measured
+    job.hyperparameters = fields_of_stages(job, plan)["hyperparameters"]
+    job.attempt = 1
+    keep_stages(head, job.id, plan)
+    kept = stages_of(head, job.id)
+    assert kept is not None
+
+    specs = [build_stage_spec(settings, resources, job, kept, index) for index, settings in enumerate((head, attic))]
+    layout = partition_folder(made.model_dir, made.training.precision).layout
+    for spec, stage in zip(specs, kept.stages, strict=True):
+        if is_measured:
+            assert make_context(spec, layout, "").plan.arena_nbytes == stage.arena_nbytes
+    arenas = [replace(spec, arena_dir=str(tmp_path / f"shm{spec.box}")) for spec in specs]
+    together = run_with(arenas)
+
+    alone = filled_home(tmp_path / "alone", made, job, 1)
+    one = replace(build_job_spec(alone, resources, job), arena_dir=str(tmp_path / "shm"), host_memory_nbytes=2**28)
+    together.assert_equals(run_with([one]))
