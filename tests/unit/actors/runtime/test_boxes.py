@@ -89,7 +89,8 @@ def specs_of(spec: JobSpec, division: str) -> list[JobSpec]:
     return boxes_of(grouped(spec, 1), STAGES[division])
 
 
-@pytest.mark.parametrize("division", ["2-3", pytest.param("2-1-2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("division", ["2-3", "2-1-2"])
 def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path, division: str) -> None:
     one = run(tmp_path / "one", **CHANGES)
     spec = job(tmp_path / "apart", lanes=1, **CHANGES)
