@@ -164,9 +164,7 @@ class JobQueue:
         placing = _Placing(capacity=capacity, holders={HEAD_NAME: list(present)})
         placing.holders |= {name: [*box.holders, *box.spread] for name, box in self.boxes.by_name.items()}
         candidates = [
-            (self._candidate_over_boxes if self.boxes.is_over_several(job) else self._candidate)(
-                job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None
-            )
+            self._candidate(job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None)
             for job in queued
             if job.id not in leaving and job.id not in too_many
         ]
@@ -383,6 +381,8 @@ class JobQueue:
             return PlannedDemands(demands={1: Demand()})
 
     def _candidate(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
+        if self.boxes.is_over_several(job):
+            return self._candidate_over_boxes(job, placing, is_ready=is_ready)
         options, why_not = self.boxes.options(job)
         run_s, fits = self._here(job)
         if self.boxes.may_run_here(job) and (fits or not self.boxes.by_name):

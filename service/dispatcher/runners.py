@@ -61,6 +61,24 @@ class Runners(Protocol):
         """Kills the runner; does nothing without one."""
 
 
+def have_exited(runners: Runners, settings: Settings, job_id: str, attempt: AttemptWatch, now: float) -> bool:
+    """Returns whether all processes of an attempt are gone, so that none can write.
+
+    Kills those that stay too long. `now`: by the clock of `attempt.kill_at`.
+    """
+    if runners.is_alive(JobId(job_id), attempt.attempt):
+        if now >= attempt.kill_at:
+            runners.kill(JobId(job_id), attempt.attempt)
+        return False
+    folder = job_dir(settings, job_id)
+    if close_attempt(folder, attempt.attempt):
+        return True
+    attempt.kill_at = min(attempt.kill_at, now + _KILL_ORPHANS_AFTER_S)
+    if now >= attempt.kill_at and (killed := kill_attempt(folder, attempt.attempt)):
+        _LOG.warning("processes %s outlived their runner and were killed", killed, extra=about(job_id, attempt.attempt))
+    return False
+
+
 class EndedAttempts:
     """The ended attempts whose processes or states remain. The watches of their jobs hold them."""
 
@@ -95,7 +113,7 @@ class EndedAttempts:
     def clean_up(self, job_id: str, attempt: AttemptWatch) -> None:
         """Frees the memory and SSD space of an ended attempt once its processes are gone."""
         if attempt.phase is AttemptPhase.EXITING:
-            if not self._have_exited(job_id, attempt):
+            if not have_exited(self._runners, self._settings, job_id, attempt, self._clock()):
                 return
             attempt.enter(AttemptPhase.EXITED)
             remove_arenas()
@@ -109,23 +127,3 @@ class EndedAttempts:
         elif job.status in TERMINAL_STATUSES:  # else the next attempt needs the states
             remove_states(self._settings, job)
             del self._watches[job_id]
-
-    def _have_exited(self, job_id: str, attempt: AttemptWatch) -> bool:
-        """Returns whether all processes of the attempt are gone, so that none can write.
-
-        Kills those that stay too long.
-        """
-        now = self._clock()
-        if self._runners.is_alive(JobId(job_id), attempt.attempt):
-            if now >= attempt.kill_at:
-                self._runners.kill(JobId(job_id), attempt.attempt)
-            return False
-        folder = job_dir(self._settings, job_id)
-        if close_attempt(folder, attempt.attempt):
-            return True
-        attempt.kill_at = min(attempt.kill_at, now + _KILL_ORPHANS_AFTER_S)
-        if now >= attempt.kill_at and (killed := kill_attempt(folder, attempt.attempt)):
-            _LOG.warning(
-                "processes %s outlived their runner and were killed", killed, extra=about(job_id, attempt.attempt)
-            )
-        return False

@@ -11,6 +11,7 @@ from windlass.storage.link.keys import KeyKind as KeyKind
 from windlass.storage.link.keys import LinkKey as LinkKey
 from windlass.storage.link.link import Link as Link
 from windlass.storage.link.link import listen as listen
+from windlass.storage.link.settings import SECRET_NBYTES as SECRET_NBYTES
 from windlass.storage.link.settings import Certificates as Certificates
 from windlass.storage.link.settings import Identity as Identity
 from windlass.storage.link.settings import LinkSettings as LinkSettings

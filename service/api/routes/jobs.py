@@ -387,10 +387,10 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
 
 def _names_of_parts(session: Session, boxes: Mapping[str | None, str]) -> dict[str, list[str]]:
     """Returns the boxes of each job over several boxes that was divided, in the order of its blocks."""
-    names = dict[str, list[str]]()
-    for part in PartRepository(session).all():
-        names.setdefault(part.job_id, [HEAD_NAME]).append(boxes.get(part.node, "a removed box"))
-    return names
+    return {
+        job_id: [HEAD_NAME, *(boxes.get(part.node, "a removed box") for part in parts)]
+        for job_id, parts in PartRepository(session).by_job().items()
+    }
 
 
 def _boxes(context: Context, session: Session) -> dict[str | None, str]:

@@ -161,8 +161,9 @@ class Agent:
         if self._upkeep is not None:
             self._upkeep.tend()
         num_done = len(self._done)
-        self._match(jobs, reply)
-        self._match_parts(reply.parts)
+        parts = self._parts()
+        self._match(jobs, parts, reply)
+        self._match_parts(parts, reply.parts)
         self._carry_out(reply.instructions)
         self._probes.follow(reply.probe)
         is_measuring = reply.probe is not None
@@ -270,7 +271,7 @@ class Agent:
 
     # --- jobs that the head gives, and takes back ---------------------------------------------------------------------
 
-    def _match(self, jobs: Sequence[Job], reply: SyncReply) -> None:
+    def _match(self, jobs: Sequence[Job], parts: Sequence[JobPart], reply: SyncReply) -> None:
         """Begins jobs that the head knows to be here, and removes those that it does not count on."""
         takes = {each.job_id for each in reply.instructions if each.kind is Instruction.TAKE}
         for job in jobs:
@@ -280,7 +281,7 @@ class Agent:
                         MirrorRepository(session).begin(job.id, self._node)
             elif job.id not in takes:
                 self._discard(job.id, job)
-        held = {job.id for job in jobs} | {part.job_id for part in self._parts()}
+        held = {job.id for job in jobs} | {part.job_id for part in parts}
         wanted = takes | reply.cursors.keys() | reply.parts.keys()
         for job_id in {*self._takings.taken(), *self._takings.job_ids()} - held - wanted:
             self._discard(job_id, None)  # taken back while it was fetched, or removed just now
@@ -321,9 +322,9 @@ class Agent:
         port: int = self._ports[key].getsockname()[1]
         return port
 
-    def _match_parts(self, orders: Mapping[str, PartOrder]) -> None:
+    def _match_parts(self, parts: Sequence[JobPart], orders: Mapping[str, PartOrder]) -> None:
         """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
-        known = {part.job_id: part for part in self._parts()}
+        known = {part.job_id: part for part in parts}
         for part in known.values():
             if part.job_id not in orders:
                 self._remove_part(part)
@@ -337,10 +338,10 @@ class Agent:
             if told == (order.attempt, link, False) and not is_behind:
                 continue
             with self._database.write() as session:
-                parts = PartRepository(session)
-                parts.add(job_id, self._node, position=order.position, state=PartState.COPYING)
-                parts.want(job_id, self._node, attempt=order.attempt, link=link, is_over=False)
-                parts.give_up(job_id, self._node, order.ended)
+                rows = PartRepository(session)
+                rows.add(job_id, self._node, position=order.position, state=PartState.COPYING)
+                rows.want(job_id, self._node, attempt=order.attempt, link=link, is_over=False)
+                rows.give_up(job_id, self._node, order.ended)
 
     def _take_part(self, part: JobPart) -> None:
         row = self._takings.take(part.job_id)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress,
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.send import Sender
 from windlass.service.installation import Settings, about
-from windlass.service.machine.fleet import ContentPending, JobContent, taken_dir
+from windlass.service.machine.fleet import ContentPending, JobContent, taken_dir, taken_file
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.files import write_atomically
 from windlass.storage.sql import TERMINAL_STATUSES
@@ -127,7 +126,7 @@ class Takings:
         content = self._content(job_id)
         if content is not None:
             self._blobs.forget_job(content.files, self._in_use(but=job_id))
-        self._path(job_id).unlink(missing_ok=True)
+        taken_file(self._settings.home, job_id).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Ends all transfers. What has arrived stays."""
@@ -143,7 +142,7 @@ class Takings:
             time.sleep(_PENDING_S)
         if content.row["attempt"] != 0:  # its states are elsewhere, or lost
             return content.row
-        write_atomically(self._path(job_id), content.model_dump_json())
+        write_atomically(taken_file(self._settings.home, job_id), content.model_dump_json())
         in_use = self._in_use(but=job_id)
         try:
             self._blobs.fetch(
@@ -159,12 +158,9 @@ class Takings:
 
     def _content(self, job_id: str) -> JobContent | None:
         try:
-            return JobContent.model_validate_json(self._path(job_id).read_text())
+            return JobContent.model_validate_json(taken_file(self._settings.home, job_id).read_text())
         except (OSError, ValidationError):
             return None
-
-    def _path(self, job_id: str) -> Path:
-        return taken_dir(self._settings.home) / f"{job_id}.json"
 
 
 class Sendings:

@@ -4,19 +4,17 @@ The head begins and ends attempts. A box's part of an attempt ends by itself whe
 lost. Its row says how far it is; the agent tells the head.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from windlass.actors.lifecycle import close_attempt, kill_attempt
 from windlass.service.data import remove_arenas
-from windlass.service.dispatcher import Runners
+from windlass.service.dispatcher import AttemptWatch, Runners, have_exited
 from windlass.service.dispatcher.parts.links import link_config
 from windlass.service.installation import Settings, about
-from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, stages_of
-from windlass.service.machine.fleet import JobContent, PartLink, taken_dir
+from windlass.service.jobs import MachineResources, build_stage_spec, stages_of
+from windlass.service.machine.fleet import JobContent, PartLink, taken_file
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Database, Job, JobPart
 from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
@@ -25,8 +23,6 @@ _LOG = logging.getLogger(__name__)
 
 # Seconds for a runner to end by itself when the head wants another attempt, or none. It waits as long for a lost box.
 _KILL_AFTER_S = 120.0
-# Seconds for other actors to outlive their runner.
-_KILL_ORPHANS_AFTER_S = 5.0
 
 
 @dataclass(slots=True)
@@ -43,7 +39,7 @@ class PartsHere:
     node: str
     clock: Callable[[], float]
     is_busy: Callable[[], bool] = lambda: False  # processes of the box's own jobs live
-    _kill_at: dict[tuple[str, int], float] = field(default_factory=dict)  # by job and attempt
+    _ending: dict[tuple[str, int], AttemptWatch] = field(default_factory=dict)  # by job and attempt
     _why_hold: str | None = None
 
     @property
@@ -93,26 +89,22 @@ class PartsHere:
             _LOG.info("part %d was launched", part.position, extra=about(job_id, part.attempt))
 
     def _watch(self, part: JobPart) -> None:
-        job, attempt, now = JobId(part.job_id), Attempt(part.served), self.clock()
-        key, folder = (part.job_id, part.served), job_dir(self.settings, part.job_id)
-        if self.runners.is_alive(job, attempt):
-            if part.is_over or part.attempt != part.served:
-                kill_at = self._kill_at.setdefault(key, now if part.is_over else now + _KILL_AFTER_S)
-                if now >= kill_at:
-                    self.runners.kill(job, attempt)
+        attempt, now = Attempt(part.served), self.clock()
+        is_wanted = part.attempt == part.served and not part.is_over
+        if is_wanted and self.runners.is_alive(JobId(part.job_id), attempt):
             return
-        if not close_attempt(folder, attempt):
-            kill_at = self._kill_at[key] = min(self._kill_at.get(key, math.inf), now + _KILL_ORPHANS_AFTER_S)
-            if now >= kill_at and (killed := kill_attempt(folder, attempt)):
-                _LOG.warning("processes %s outlived their runner and were killed", killed, extra=about(job, attempt))
+        ending = self._ending.setdefault((part.job_id, part.served), AttemptWatch(attempt=attempt))
+        if not is_wanted and math.isinf(ending.kill_at):
+            ending.kill_at = now if part.is_over else now + _KILL_AFTER_S
+        if not have_exited(self.runners, self.settings, part.job_id, ending, now):
             return
-        self._kill_at.pop(key, None)
+        del self._ending[part.job_id, part.served]
         remove_arenas()
         self._tell(part, PartState.READY, served=part.served, told=part.told)
 
     def _job_of(self, part: JobPart) -> Job:
-        text = (taken_dir(self.settings.home) / f"{part.job_id}.json").read_text()
-        return job_of_row(JobContent.model_validate(json.loads(text)).row, attempt=part.attempt)
+        text = taken_file(self.settings.home, part.job_id).read_text()
+        return job_of_row(JobContent.model_validate_json(text).row, attempt=part.attempt)
 
     def _tell(self, part: JobPart, state: PartState, *, served: int, told: str | None = None) -> None:
         with self.database.write() as session:

@@ -8,11 +8,10 @@ from windlass.service.installation import Settings, link_host_of
 from windlass.service.machine.fleet import PartLink, link_files
 from windlass.service.validation import ReportedError
 from windlass.storage.ids import BoxName
-from windlass.storage.link import LinkSettings
+from windlass.storage.link import SECRET_NBYTES, LinkSettings
 
 # Seconds for all boxes to hear of an attempt, to start its processes, and to connect.
 _CONNECT_S = 180.0
-_SECRET_NBYTES = 32
 
 
 def new_links(addresses: Mapping[BoxName, tuple[str, int]]) -> Sequence[PartLink]:
@@ -20,7 +19,7 @@ def new_links(addresses: Mapping[BoxName, tuple[str, int]]) -> Sequence[PartLink
 
     `addresses`: host and port of each box, in the order of the job's boxes.
     """
-    secret, named = secrets.token_hex(_SECRET_NBYTES), {str(name): address for name, address in addresses.items()}
+    secret, named = secrets.token_hex(SECRET_NBYTES), {str(name): address for name, address in addresses.items()}
     return [PartLink(names=tuple(named), port=port, addresses=named, secret=secret) for _, port in named.values()]
 
 

@@ -72,11 +72,6 @@ class SpreadJobs:
     _planning: _Planning | None = None
     _ports: dict[str, socket.socket] = field(default_factory=dict)  # kept for the attempts of jobs
 
-    @property
-    def job_id(self) -> str | None:
-        """The job that is being planned."""
-        return None if self._planning is None else self._planning.job_id
-
     def drop(self, *, keep: Collection[str]) -> None:
         """Ends the planning of any other job: it was cancelled, or it is not its turn any more."""
         if self._planning is not None and self._planning.job_id not in keep:
@@ -137,13 +132,11 @@ class SpreadJobs:
         try:
             results = planning.preparation.poll()
         except PreparationError:
-            planning.preparation.stop()
-            self._planning = None
+            self.drop(keep=())
             raise
         if results is None:
             return None
-        self._planning = None
-        planning.preparation.stop()
+        self.drop(keep=())
         shutil.rmtree(planning.work_dir, ignore_errors=True)
         return stages_of_answer(results[PLAN_STAGES])
 

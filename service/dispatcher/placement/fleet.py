@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
@@ -80,9 +79,8 @@ class Fleet:
             self._began_at = now if self._began_at is None else self._began_at
             is_early = now - self._began_at <= AWAY_AFTER_S
             self.absent = [row for row in known if row not in rows or (is_away(row) and not is_early)]
-            parts = PartRepository(session).all() if known else ()
-            divided = {job_id: JobRepository(session).find(job_id) for job_id in {part.job_id for part in parts}}
-            self.parts = {job_id: list(each) for job_id, each in groupby(parts, key=lambda part: part.job_id)}
+            self.parts = PartRepository(session).by_job() if known else {}
+            divided = {job_id: JobRepository(session).find(job_id) for job_id in self.parts}
             if not rows:
                 return []
             holders = JobRepository(session).held_by([row.node for row in rows])
@@ -90,8 +88,8 @@ class Fleet:
         for row in rows:
             if (seen := self._kind(row)) is not None:
                 held = [job for job in holders if job.node == row.node]
-                mine = [(part, divided[part.job_id]) for part in parts if part.node == row.node]
-                spread = [job for part, job in mine if job is not None and _works(part, job)]
+                mine = [part for parts in self.parts.values() for part in parts if part.node == row.node]
+                spread = [job for part in mine if (job := divided[part.job_id]) is not None and _works(part, job)]
                 boxes.append(_box(row, *seen, held, spread))
         return boxes
 

@@ -93,6 +93,11 @@ def taken_dir(home: Path) -> Path:
     return home / "taken"
 
 
+def taken_file(home: Path, job_id: str) -> Path:
+    """Returns the file with the row and the list of files of a job that a box has taken, a `JobContent`."""
+    return taken_dir(home) / f"{job_id}.json"
+
+
 def root_of(settings: Settings, job_id: str, where: Where) -> Path:
     """Returns the folder that paths of this kind are relative to."""
     roots = {

@@ -103,13 +103,11 @@ def view_boxes(session: Session, settings: Settings, here: BoxFacts, *, with_rem
     """
     boxes, head = BoxRepository(session), node_of(settings.home)
     jobs: defaultdict[str, list[Job]] = defaultdict(list)
-    nodes_of_parts: defaultdict[str, list[str]] = defaultdict(list)
-    for part in PartRepository(session).all():
-        nodes_of_parts[part.job_id].append(part.node)
+    parts = PartRepository(session).by_job()
     for job in boxes.unfinished_jobs():
         jobs[job.node or head].append(job)
-        for node in nodes_of_parts.get(job.id, ()):
-            jobs[node].append(job)
+        for part in parts.get(job.id, ()):
+            jobs[part.node].append(job)
     capacity = CapacityReport(
         num_devices=here.num_gpus or here.cpu_ranks, room_nbytes=max(0, arena_room_nbytes(ARENA_DIR))
     )

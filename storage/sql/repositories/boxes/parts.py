@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, select, update
@@ -26,9 +27,10 @@ class PartRepository:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def all(self) -> Sequence[JobPart]:
-        """Lists the parts of all jobs, by job and position."""
-        return self._session.scalars(select(JobPart).order_by(JobPart.job_id, JobPart.position)).all()
+    def by_job(self) -> dict[str, list[JobPart]]:
+        """Returns the parts of all jobs, each job's by position."""
+        parts = self._session.scalars(select(JobPart).order_by(JobPart.job_id, JobPart.position)).all()
+        return {job_id: list(each) for job_id, each in groupby(parts, key=lambda part: part.job_id)}
 
     def of_job(self, job_id: str) -> Sequence[JobPart]:
         """Lists the parts of a job by position."""

@@ -9,13 +9,18 @@ from windlass.storage.sql.database import Database
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, migrated_file: Path) -> Iterator[Cluster]:
-    databases = []
+def databases(tmp_path: Path, migrated_file: Path) -> Iterator[tuple[Database, Database]]:
+    """The databases of a head and of a box."""
     for name in ("head.db", "box.db"):
         shutil.copyfile(migrated_file, tmp_path / name)
-        databases.append(Database(f"sqlite:///{tmp_path / name}"))
+    head, box = (Database(f"sqlite:///{tmp_path / name}") for name in ("head.db", "box.db"))
+    yield head, box
+    head.close()
+    box.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, databases: tuple[Database, Database]) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path, *databases)
     yield cluster
     cluster.close()
-    for database in databases:
-        database.close()

@@ -1,6 +1,5 @@
 """A job over several boxes: a head and a box with real dispatchers and an agent, and stand-in runners."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,17 +114,11 @@ class Spread(Cluster):
 
 
 @pytest.fixture
-def spread(tmp_path: Path, migrated_file: Path) -> Iterator[Spread]:
-    databases = []
-    for name in ("head.db", "box.db"):
-        shutil.copyfile(migrated_file, tmp_path / name)
-        databases.append(Database(f"sqlite:///{tmp_path / name}"))
+def spread(tmp_path: Path, databases: tuple[Database, Database]) -> Iterator[Spread]:
     spread = Spread(tmp_path, *databases)
     yield spread
     spread.head.dispatcher._spread.close()
     spread.close()
-    for database in databases:
-        database.close()
 
 
 def test_job_is_planned_over_its_boxes_and_each_gets_its_part(spread: Spread) -> None:
