@@ -62,7 +62,10 @@ class SpanPulled(Message):
     """Reports that pulled bytes are in their slot, from its start."""
 
     crossing: Crossing
+    box: int  # index of the box that they came from
     nbytes: int
+    start_s: float  # of the transfer, without the time in which nothing was offered; on CLOCK_MONOTONIC
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

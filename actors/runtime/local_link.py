@@ -1,5 +1,6 @@
 """The links of boxes that are all in one process: bytes go from arena to arena. For tests."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,9 +70,18 @@ class LocalLinks:
     def _move(self, offer: OfferSpan, offering: int, pull: _Post) -> None:
         """Copies offered bytes into the slot of the box that pulls them, and tells both GPU workers."""
         target = self._arenas[pull.box].buffer(Span(pull.message.span.offset, offer.span.nbytes))
+        start_s = time.monotonic()
         target[:] = self._arenas[offering].buffer(offer.span)
-        crossing, step, nbytes = offer.crossing, offer.step, offer.span.nbytes
-        pulled = SpanPulled(job=self._job, step=step, crossing=crossing, nbytes=nbytes)
+        crossing, step = offer.crossing, offer.step
+        pulled = SpanPulled(
+            job=self._job,
+            step=step,
+            crossing=crossing,
+            box=offering,
+            nbytes=offer.span.nbytes,
+            start_s=start_s,
+            end_s=time.monotonic(),
+        )
         self._send(pull.message.reply_to, pulled)
         self._send(offer.reply_to, OfferTaken(job=self._job, step=step, crossing=crossing))
 

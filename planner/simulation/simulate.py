@@ -57,6 +57,7 @@ def simulate(
         keeps_grads=shape.keeps_grads,
         overlaps_steps=shape.ordering.overlaps_steps,
         max_spans=len(all_spans),
+        boxes=context.spec.names_of_boxes,
     )
     timeline.begin(0.0)
     spans, num_reported = sorted(all_spans, key=attrgetter("end_s")), 0

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from datetime import datetime
 from enum import StrEnum
@@ -29,6 +30,7 @@ from windlass.service.cli.arguments import (
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
 from windlass.service.cli.service import Home
+from windlass.service.cli.step_timeline import boxes_in_words, print_trace
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, Settings, load_settings, open_client
 from windlass.service.validation import ApiError, did_you_mean, model_dir, models_in, near_names
@@ -148,7 +150,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "model": found["model"],
         "box": _box_of(found) or None,
         "GPUs": gpus_in_words(extra),
-        "GPUs busy": busy_gpus_in_words(extra["last_metrics"]),
+        **_busy(extra["last_metrics"]),
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,
@@ -165,6 +167,31 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _busy(metrics: dict[str, Any] | None) -> dict[str, str | None]:
+    """Describes the last step of a job on several GPUs or boxes."""
+    of_boxes = boxes_in_words((metrics or {}).get("timeline"))
+    return dict(of_boxes) if of_boxes else {"GPUs busy": busy_gpus_in_words(metrics)}
+
+
+def timeline(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    step: Annotated[int | None, typer.Option(min=1, help="One of the last steps; the last one without it.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the step's trace for ui.perfetto.dev to this file.")] = None,
+    home: Home = None,
+) -> None:
+    """Draw when each resource worked in a step, by box, and say which box held up others."""
+    with client_for_job(home, job) as client:
+        found = client.timeline(job, step)
+    if trace is None:
+        print_trace(found, num_columns=shutil.get_terminal_size((100, 24)).columns)
+        return
+    try:
+        trace.write_text(json.dumps(found))
+    except OSError as error:
+        raise CommandError(f"--trace {trace}: {error}") from error
+    print(trace)
 
 
 def _named_file(client: ServiceClient, file_id: str | None) -> str | None:

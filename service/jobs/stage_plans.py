@@ -151,6 +151,7 @@ def build_stage_spec(
         training=replace(spec.training, update_order=plan.update_order),
         stages=plan.engine_stages,
         box=index,
+        box_names=tuple(each.box for each in plan.stages),
         placement=stage.placement,
         host_memory_nbytes=stage.host_memory_nbytes if stage.arena_nbytes is None else stage.arena_nbytes,
         planned_device_nbytes=stage.planned_device_nbytes,

@@ -221,7 +221,15 @@ class BoxLink:
     # --- in threads of the link -------------------------------------------------------------------------------------
 
     def _pulled(self, message: PullSpan, result: IoResult) -> SpanPulled:
-        return SpanPulled(job=self._job, step=message.step, crossing=message.crossing, nbytes=result.nbytes)
+        return SpanPulled(
+            job=self._job,
+            step=message.step,
+            crossing=message.crossing,
+            box=message.box,
+            nbytes=result.nbytes,
+            start_s=result.start_s,
+            end_s=result.end_s,
+        )
 
     def _when_done(self, future: "Future[IoResult]", tell_result: Callable[[IoResult], None]) -> None:
         def tell(done: "Future[IoResult]") -> None:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
-from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, trace_of
+from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, names_of_boxes, trace_of
 from windlass.engine.training_config import Initialization
 from windlass.service.api import (
     AuditDep,
@@ -321,7 +321,7 @@ def get_timeline(
         )
     about = {"job_id": job_id, "step": found.step, "held_steps": held, "summary": found.summary}
     # Not validated by a model, because a trace has thousands of events.
-    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, boxes=names_of_boxes(found.summary)))
 
 
 @router.get("/{job_id}/checkpoints")

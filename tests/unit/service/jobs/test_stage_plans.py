@@ -110,6 +110,7 @@ def test_specification_of_a_box_has_the_plan_s_values(tmp_path: Path, plan: Stag
     for index, stage in enumerate(plan.stages):
         spec = build_stage_spec(settings, HEAD_RESOURCES, job, plan, index)
         assert (spec.box, spec.stages) == (index, plan.engine_stages)
+        assert spec.names_of_boxes == tuple(each.box for each in plan.stages)
         assert (spec.placement, spec.num_cpu_optimizers) == (stage.placement, stage.num_optimizers)
         assert spec.host_memory_nbytes == (stage.arena_nbytes or stage.host_memory_nbytes)
         assert spec.planned_device_nbytes == stage.planned_device_nbytes
