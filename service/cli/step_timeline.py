@@ -45,11 +45,11 @@ def boxes_in_words(timeline: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _box_in_words(box: Mapping[str, Any], period_s: float) -> str:
-    own = {_spaced(cause): seconds for cause, seconds in box["stall_s"].items() if cause != "other_box"}
-    waits_s = [*box["waits_for_s"].items(), *own.items()]
+    own = [(_spaced(cause), seconds) for cause, seconds in box["stall_s"].items() if cause != "other_box"]
+    waits_s = [*box["waits_for_s"].items(), *own]
     told = sorted(((seconds / period_s, what) for what, seconds in waits_s), reverse=True)
-    parts = [f"{share:.0%} for {what}" for share, what in told if share >= _LEAST_SHARE]
-    return f"computes {box['compute_s'] / period_s:.0%}" + (f", waits {', '.join(parts)}" if parts else "")
+    parts = [f"{what} {share:.0%}" for share, what in told if share >= _LEAST_SHARE]
+    return f"computes {box['compute_s'] / period_s:.0%}" + (f"; waits for {', '.join(parts)}" if parts else "")
 
 
 def _link_in_words(link: Mapping[str, Any], period_s: float) -> str:
@@ -59,7 +59,7 @@ def _link_in_words(link: Mapping[str, Any], period_s: float) -> str:
 
 
 def _spaced(word: str) -> str:
-    return word.replace("_", " ")
+    return "between operations" if word == "between" else word.replace("_", " ")
 
 
 def _by_resource(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
