@@ -58,6 +58,8 @@ class Work:
     # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
     # operation's time.
     norms_s: Mapping[int, float] = field(default_factory=dict)
+    # Hidden states of one micro-batch, and their gradient, that pass between two boxes.
+    crossing_nbytes: int = 0
 
 
 class Stuck(RuntimeError):
@@ -65,16 +67,19 @@ class Stuck(RuntimeError):
 
 
 class TooLong(RuntimeError):
-    """A simulation that exceeded its time limit."""
+    """A simulation that exceeded its limit of time or of events."""
 
 
 class Log:
     """The clock, the spans that real actors would report, and the memory levels."""
 
-    def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
-        """`num_cores`: cores shared by the resources that use them; None: every resource has its own."""
+    def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True, clock: Clock | None = None) -> None:
+        """`num_cores`: cores shared by the resources that use them; None: every resource has its own.
+
+        `clock`: that of all machines of a job; None: a new one.
+        """
         self.keeps_spans = keeps_spans
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.spans: list[WorkSpan] = []
         self._allocated: dict[tuple[MemoryTier, str], int] = {}
         self._points: dict[tuple[MemoryTier, str], list[tuple[float, int]]] = {}

@@ -13,6 +13,7 @@ from windlass.planner.question import KeptShapes, Profiles
 from windlass.planner.solver import DoesNotFitError, group_sizes
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
+from windlass.planner.stages.predicted import simulated_step_s
 from windlass.planner.stages.splits import PlannedStages, Splitter
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
@@ -31,7 +32,8 @@ class StagesError(ValueError):
 def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
     """Returns the best plan for each choice of boxes, the fastest first; of equally fast ones, that with fewest boxes.
 
-    A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out.
+    A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out. Plans
+    are chosen by the formula of `Pipeline`. Their times are then simulated, where that takes a few seconds.
 
     Raises:
         StagesError: there are several boxes, and the rate of a network card is not known, or the model cannot be
@@ -44,14 +46,17 @@ def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
                 kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes))
             )
             for kind in kinds
-        ]
+        ],
+        simulates=True,
     )
 
 
-def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None) -> list[StagesReport]:
+def best_plans(
+    boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None, simulates: bool = False
+) -> list[StagesReport]:
     """Does the same as `plans_over_boxes`, and keeps the plans of single boxes for further calls.
 
-    `numbers`: of boxes to plan; None: all.
+    `numbers`: of boxes to plan; None: all. `simulates`: the times are simulated.
     """
     if sum(each.kind.number for each in boxes) > 1:
         _check(boxes, 1)  # choices of more boxes than layers are left out
@@ -63,7 +68,8 @@ def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = N
         best = _best_of(chosen, found[-1].rounds if found else None) if sum(choice) > 1 else _best_of_one(chosen[0][0])
         if best is not None:
             found.append(best)
-    return [report_of_stages(planned) for planned in sorted(found, key=lambda each: (each.step_s, len(each.boxes)))]
+    reports = [report_of_stages(each, simulated_step_s(each) if simulates else None) for each in found]
+    return sorted(reports, key=lambda each: (each.step_s, len(each.boxes)))
 
 
 def best_over_all(boxes: Sequence[BoxPlans]) -> PlannedStages | None:
@@ -165,7 +171,7 @@ def search_free(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *
             is_same = best is not None and all(one is other for one, other in zip(best.boxes, sequence, strict=True))
             known = best.division if best is not None and is_same else None
             best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
-    return best
+    return None if best is None else best.with_own_blocks()
 
 
 def orders_of_boxes(chosen: Sequence[tuple[BoxPlans, int]], *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:

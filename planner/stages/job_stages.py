@@ -15,6 +15,7 @@ from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Run
 from windlass.planner.stages.box_search import best_over_all, check_division
 from windlass.planner.stages.even_stages import even_division, even_stages
 from windlass.planner.stages.lacking import lacks_of
+from windlass.planner.stages.predicted import simulated_step_s
 from windlass.planner.stages.splits import PlannedStages
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.planner.stages.stages_report import report_of_box
@@ -107,7 +108,7 @@ def _plan_of(planned: PlannedStages, boxes: Sequence[RequestedBox], *, notes: Se
         num_ranks=planned.rounds.num_ranks,
         num_microbatches=planned.rounds.num_microbatches,
         update_order=planned.plans[0].solution.costs.job.update_order,
-        step_s=planned.step_s,
+        step_s=simulated_step_s(planned) or planned.step_s,
         stages=tuple(
             _stage_of(box, run, plan, commit_every)
             for box, run, plan in zip(boxes, planned.runs, planned.plans, strict=True)
