@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class StepCase:
 # Hidden states of a micro-batch are 1 MiB: 9 ms at 1 Gbit/s, 350 ms at 25 Mbit/s.
 CASES = (
     StepCase(name="1 Gbit/s, bound by compute", bits_per_s=1e9, layer_s=0.15, nbytes=64 * _MIB),
-    StepCase(name="25 Mbit/s, bound by the network", bits_per_s=2.5e7, layer_s=0.05, nbytes=8 * _MIB),
+    StepCase(name="25 Mbit/s, bound by the network", bits_per_s=2.5e7, layer_s=0.05, nbytes=16 * _MIB),
 )
 
 
@@ -176,6 +177,8 @@ def _train(rig: Rig, folder: Path, specs: tuple[JobSpec, ...], *, products_per_s
     second = other.start(*_command(module, file, 1), log="stage.log", environment=rig.environment)
     try:
         done = first.run(*_command(module, file, 0), environment=rig.environment, timeout_s=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise JobFailedError(f"the job took more than {_TIMEOUT_S:.0f} s; leave the machine idle") from None
     finally:
         second.kill()
         second.wait()

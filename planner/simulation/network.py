@@ -60,7 +60,7 @@ class _Offer:
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """What passes from one box to another."""
+    """The direction from one box to another, with all that passes there."""
 
     offers: dict[Crossing, _Offer] = field(default_factory=dict)  # that the receiver knows
     pulls: dict[Crossing, _Pull] = field(default_factory=dict)  # whose offer the receiver does not know

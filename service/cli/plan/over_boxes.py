@@ -86,7 +86,7 @@ def print_plans_over_boxes(
     kinds: Sequence[Boxes], plans: "Sequence[StagesReport]", warnings: Sequence[str], *, as_json: bool
 ) -> None:
     """Prints the plans, which are sorted by step time, in words or as one JSON object."""
-    notes = [*_NOTES, *_network_note(kinds)]
+    notes = [*_NOTES, *_network_note(kinds), *_formula_note(plans)]
     if as_json:
         print(json.dumps({"plans": [asdict(plan) for plan in plans], "notes": notes, "warnings": warnings}, indent=2))
         return
@@ -111,6 +111,12 @@ def _network_note(kinds: Sequence[Boxes]) -> Iterator[str]:
             rate = kind.hardware.network_gb_per_s
             yield f"network: {rate:.3g} GB/s, the slowest that `windlass doctor --network` has measured between boxes"
             return
+
+
+def _formula_note(plans: "Sequence[StagesReport]") -> Iterator[str]:
+    by_formula = [boxes_in_words(plan) for plan in plans if not plan.is_simulated]
+    if by_formula:
+        yield f"steps are simulated, but for {'; '.join(by_formula)}: these are by a formula, and may be too short"
 
 
 def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
