@@ -12,6 +12,7 @@ from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.question.profiles import Profiles
+from windlass.planner.simulation.planned_job import simulated_step_s
 from windlass.planner.stages import box_search
 from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, agree
 from windlass.planner.stages.box_search import StagesError, best_over_all, best_plans, orders_of_boxes, plans_over_boxes
@@ -72,7 +73,10 @@ def test_one_box_has_the_plan_of_a_job_on_one_box() -> None:
     question = question_on(server())
     _, solution = best_plan(question, Profiles(question))
     (alone,) = plans_over_boxes([kind_of(with_part(server(), network_gb_per_s=None), 1)])
-    assert alone.step_s == pytest.approx(solution.step_s, rel=0.01)
+    assert alone.formula_step_s == pytest.approx(solution.step_s, rel=0.01)
+    # Its step is that of a job on one box: no less than its bounds, and with what queues.
+    assert alone.is_simulated
+    assert alone.step_s == pytest.approx(simulated_step_s(solution, Profiles(question).layout, num_cores=1), rel=0.01)
 
 
 @pytest.mark.long
@@ -150,7 +154,7 @@ def test_first_kind_has_the_first_blocks_although_another_order_is_faster() -> N
     plans = [over_all(*kinds), over_all(*reversed(kinds))]
     assert [[boxes.kind.name for boxes in plan.boxes] for plan in plans] == [["fast", "slow"], ["slow", "fast"]]
     free = plans_over_boxes(kinds)
-    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].step_s, rel=2e-3)
+    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].formula_step_s, rel=2e-3)
     assert plans[0].step_s != plans[1].step_s
 
 
