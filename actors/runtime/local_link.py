@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.job import JobContext, link_name
+from windlass.actors.job import JobSpec, link_name
 from windlass.actors.lifecycle import ActorThreads
 from windlass.actors.messages import Crossing, DescribeStatus, Message, OfferSpan, OfferTaken, PullSpan, SpanPulled
 from windlass.storage.cancellation import CancelToken, TaskQueue
@@ -22,11 +22,10 @@ class _Post:
 class LocalLinks:
     """The links of all boxes of a job, with one thread for all."""
 
-    def __init__(
-        self, contexts: Sequence[JobContext], arenas: Sequence[Arena], send: Callable[[ActorName, Message], None]
-    ) -> None:
-        """Starts the thread. `contexts` and `arenas` are those of the boxes, in their order."""
-        spec = contexts[0].spec
+    def __init__(self, spec: JobSpec, arenas: Sequence[Arena], send: Callable[[ActorName, Message], None]) -> None:
+        """Starts the thread. `spec`: of any box. `arenas`: those of all boxes, in their order; the caller may add them
+        until they are used.
+        """
         self._job, self._arenas, self._send = spec.job, arenas, send
         self._token = CancelToken()
         self._posts: TaskQueue[_Post] = TaskQueue(self._token)

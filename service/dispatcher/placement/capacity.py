@@ -24,6 +24,7 @@ from windlass.storage.ssd import (
     is_block_device,
     stripe_weights,
 )
+from windlass.storage.store import spaces_in
 
 _LOG = logging.getLogger(__name__)
 
@@ -179,8 +180,8 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
     volume = Volume.open(path, direct=False)
     try:
         held = {
-            str(job): UNIT_NBYTES * sum(part.count for part in space.taken)
-            for job, space in volume.allocations().items()
+            str(job): UNIT_NBYTES * sum(part.count for space in spaces.values() for part in space.taken)
+            for job, spaces in spaces_in(volume).items()
         }
         # In a file, the space of a killed process is not reclaimed, because reading the free space must not change the
         # volume.

@@ -20,8 +20,8 @@ from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, OfferSpan, Phase, StoreCommitted
 from windlass.actors.runtime.boxes.box_link import LinkEnd
+from windlass.actors.runtime.boxes.first_box import BoxFailedError
 from windlass.actors.runtime.boxes.local_boxes import run_local_box
-from windlass.actors.runtime.boxes.other_boxes import BoxFailedError
 from windlass.actors.scheduler import ActorLostError
 from windlass.storage.ids import ActorName, Attempt, Precision
 
