@@ -219,7 +219,7 @@ def _lead(
 
     lead = LeadMove(spec, layout, call)
     try:
-        moved = lead.run()
+        moved = _run(lead, others)
     except BaseException as error:
         kept = lead.kept if isinstance(error, Exception) else None
         others.end(kept)
@@ -229,6 +229,14 @@ def _lead(
         raise
     others.end(None)
     return moved
+
+
+def _run(lead: LeadMove, others: _OtherMovers) -> Moved:
+    try:
+        return lead.run()
+    except ActorLostError:
+        others.check()  # the link may have said which box is lost, and a transfer failed of it first
+        raise
 
 
 def _serve(

@@ -13,8 +13,10 @@ from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.actors.runtime.moving.lead import LeadMove, Moved
 from windlass.actors.runtime.moving.mover import Mover
 from windlass.engine.model import ModelLayout
-from windlass.storage.ids import ActorName
+from windlass.storage.ids import ActorName, LayoutEpoch
 from windlass.storage.memory import Arena
+
+_Look = Callable[[int, object], None]
 
 
 def move_locally(
@@ -22,7 +24,7 @@ def move_locally(
     layout: ModelLayout,
     *,
     direct: bool = True,
-    on_message: Callable[[int, object], None] = lambda box, message: None,
+    on_message: _Look = lambda box, message: None,
 ) -> Moved:
     """Moves a job's states among boxes that are all in this process; see `LeadMove`. `specs`: as each box sees it.
 
@@ -30,58 +32,80 @@ def move_locally(
     box calls, before and after it. An error that it raises ends the move as the end of the process would.
     """
     with contextlib.ExitStack() as ending:
-        arenas: list[Any] = [None] * len(specs)
-        movers: list[Mover] = []
-
-        def tell(box: int, message: object) -> None:
-            try:
-                on_message(box, message)
-            except BaseException as error:  # in a thread that would die of it
-                for mover in movers:
-                    mover.fail(error)
-                raise
-
-        def answer(to: ActorName, message: Message) -> None:
-            tell(box_of(to), message)
-            movers[box_of(to)].take(message)
-
-        links = LocalLinks(specs[0].any, arenas, answer)
-
-        def open_link(box: int, arena: Arena) -> Callable[[Message], None]:
-            arenas[box] = arena
-
-            def post(message: Message) -> None:
-                tell(box, message)
-                links.post(box, message)
-
-            return post
-
-        for spec in specs:
-            movers.append(Mover(spec, layout, open_link=functools.partial(open_link, spec.box), direct=direct))
-            ending.callback(movers[-1].close)
-        ending.callback(links.stop)
-        pool = ending.enter_context(ThreadPoolExecutor(len(specs)))
-
-        def call(method: str, *arguments: object) -> list[Any]:
-            def call_one(mover: Mover) -> Any:
-                try:
-                    tell(mover.spec.box, method)
-                    answer = getattr(mover, method)(*arguments)
-                    tell(mover.spec.box, f"{method} is done")
-                except BaseException as error:
-                    for each in movers:
-                        each.fail(error)
-                    raise
-                return answer
-
-            return [future.result() for future in [pool.submit(call_one, mover) for mover in movers]]
-
-        lead = LeadMove(specs[0], layout, call)
+        boxes = _LocalBoxes(specs, layout, ending, direct=direct, on_message=on_message)
+        lead = LeadMove(specs[0], layout, boxes.call)
         try:
             return lead.run()
         except Exception:
             if lead.kept is not None:
-                links.stop()
-                for mover in movers:
-                    mover.finish(lead.kept)
+                boxes.finish(lead.kept)
             raise
+
+
+class _LocalBoxes:
+    """The movers of all boxes, with a thread for each, and the link between them."""
+
+    def __init__(
+        self,
+        specs: Sequence[MoveSpec],
+        layout: ModelLayout,
+        ending: contextlib.ExitStack,
+        *,
+        direct: bool,
+        on_message: _Look,
+    ) -> None:
+        """`ending` closes what is opened."""
+        self._on_message = on_message
+        self._arenas: list[Any] = [None] * len(specs)
+        self._links = LocalLinks(specs[0].any, self._arenas, self._answer)
+        self._movers = [
+            Mover(spec, layout, open_link=functools.partial(self._open_link, spec.box), direct=direct) for spec in specs
+        ]
+        for mover in self._movers:
+            ending.callback(mover.close)
+        ending.callback(self._links.stop)  # before the memory goes
+        self._pool = ending.enter_context(ThreadPoolExecutor(len(specs)))
+
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """See CallMovers."""
+        calls = [self._pool.submit(self._call_one, mover, method, arguments) for mover in self._movers]
+        return [call.result() for call in calls]
+
+    def finish(self, kept: LayoutEpoch) -> None:
+        """Ends a move that has failed; see `Mover.finish`."""
+        self._links.stop()
+        for mover in self._movers:
+            mover.finish(kept)
+
+    def _call_one(self, mover: Mover, method: str, arguments: tuple[object, ...]) -> Any:
+        try:
+            self._tell(mover.spec.box, method)
+            answer = getattr(mover, method)(*arguments)
+            self._tell(mover.spec.box, f"{method} is done")
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        return answer
+
+    def _open_link(self, box: int, arena: Arena) -> Callable[[Message], None]:
+        self._arenas[box] = arena
+        return functools.partial(self._post, box)
+
+    def _post(self, box: int, message: Message) -> None:
+        self._tell(box, message)
+        self._links.post(box, message)
+
+    def _answer(self, to: ActorName, message: Message) -> None:
+        self._tell(box_of(to), message)
+        self._movers[box_of(to)].take(message)
+
+    def _tell(self, box: int, message: object) -> None:
+        try:
+            self._on_message(box, message)
+        except BaseException as error:
+            self._fail_all(error)  # the thread of the link would only die of it
+            raise
+
+    def _fail_all(self, error: BaseException) -> None:
+        for mover in self._movers:
+            mover.fail(error)

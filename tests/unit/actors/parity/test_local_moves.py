@@ -44,10 +44,8 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(each, marks=() if name == "SSDs" else pytest.mark.long, id=name) for name, each in PLACED.items()],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [pytest.param(each, id=name) for name, each in PLACED.items()])
 def test_a_job_on_one_then_two_three_and_one_boxes_has_the_bits_of_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = CHANGES | changes
     one = run(tmp_path / "one", **changes)

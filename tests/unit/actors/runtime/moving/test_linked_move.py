@@ -16,6 +16,7 @@ from tests.unit.actors.parity.test_linked_stages import ends, relays_of
 from tests.unit.actors.parity.test_local_stages import STAGES
 from windlass.actors.runtime.boxes.box_link import LinkEnd
 from windlass.actors.runtime.boxes.first_box import BoxFailedError
+from windlass.actors.runtime.moving.chunk_transfers import ChunkTransfers
 from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.actors.runtime.moving.lead import Moved
 from windlass.actors.runtime.moving.linked_move import move_over_link
@@ -111,15 +112,16 @@ def _die_at(place: str) -> None:
 
         DecisionLog.append = decide  # type: ignore[method-assign]
         return
-    act = getattr(Mover, method)
+    kind = ChunkTransfers if method.startswith("_") else Mover
+    act = getattr(kind, method)
 
-    def carry_out(self: Mover, *arguments: Any) -> Any:
+    def carry_out(self: Any, *arguments: Any) -> Any:
         if when == "before":
             _kill()
         act(self, *arguments)
         _kill()
 
-    setattr(Mover, method, carry_out)
+    setattr(kind, method, carry_out)
 
 
 def _take_part(spec: MoveSpec, layout: ModelLayout, end: LinkEnd, dies_at: str) -> None:
