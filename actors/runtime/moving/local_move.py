@@ -96,14 +96,17 @@ class _LocalBoxes:
         self._links.post(box, message)
 
     def _answer(self, to: ActorName, message: Message) -> None:
-        self._tell(box_of(to), message)
+        try:
+            self._tell(box_of(to), message)
+        except BaseException:  # noqa: BLE001 - all movers have failed of it, and the link's thread would only die
+            return
         self._movers[box_of(to)].take(message)
 
     def _tell(self, box: int, message: object) -> None:
         try:
             self._on_message(box, message)
         except BaseException as error:
-            self._fail_all(error)  # the thread of the link would only die of it
+            self._fail_all(error)
             raise
 
     def _fail_all(self, error: BaseException) -> None:
