@@ -32,7 +32,7 @@ class LeadMove:
 
     All states are copied into new stores beside the old ones, and committed there. Then one record in the log of
     decisions says that the new division counts, and the old stores are deleted. So at any moment one division has all
-    states, and a move that was cut off is begun again, or only its old stores are left to delete.
+    states. A move that was cut off is begun again, or only its old stores are left to delete.
     """
 
     def __init__(self, spec: MoveSpec, layout: ModelLayout, call: CallMovers) -> None:

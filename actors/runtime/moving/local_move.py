@@ -28,8 +28,8 @@ def move_locally(
 ) -> Moved:
     """Moves a job's states among boxes that are all in this process; see `LeadMove`. `specs`: as each box sees it.
 
-    `on_message` is called with each message to or from a box's link, and with the name of each method that the first
-    box calls, before and after it. An error that it raises ends the move as the end of the process would.
+    `on_message` is called with each message to or from a box's link. It is also called with the name of each method
+    that the first box calls, before and after it. If it raises an error, the move ends as if the process had ended.
     """
     with contextlib.ExitStack() as ending:
         boxes = _LocalBoxes(specs, layout, ending, direct=direct, on_message=on_message)
