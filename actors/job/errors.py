@@ -12,3 +12,13 @@ def append_error(job_dir: Path, attempt: Attempt, text: str) -> None:
     """Appends an error of an attempt to the job's file of errors. Does nothing if the disk is full."""
     with suppress(OSError), (job_dir / _ERRORS_FILE).open("a") as file:  # the caller reports the error elsewhere too
         file.write(f"attempt {attempt}: {text.rstrip()}\n")
+
+
+def last_error(job_dir: Path, attempt: Attempt) -> str | None:
+    """Returns the last line of the last error of an attempt, None if it has none."""
+    try:
+        text = (job_dir / _ERRORS_FILE).read_text(errors="replace")
+    except OSError:
+        return None
+    _, mark, error = text.rpartition(f"attempt {attempt}: ")
+    return error.strip().splitlines()[-1] if mark and error.strip() else None

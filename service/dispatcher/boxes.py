@@ -27,6 +27,7 @@ from windlass.storage.sql.repositories import PartState
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
+_UNREADABLE = "has told facts of itself that this release of windlass cannot read: install the same release there"
 
 
 class Boxes:
@@ -41,7 +42,9 @@ class Boxes:
         self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
         self._stages: dict[str, Mapping[str, StagePlan]] = {}  # plans over several boxes, by job and box
-        self._chosen: dict[str, Sequence[str]] = {}  # boxes for jobs that ask for a number of them
+        # The other boxes of jobs that ask for a number of them: those last chosen, and those that a plan has chosen.
+        self._chosen: dict[str, Sequence[str]] = {}
+        self._planned: dict[str, Sequence[str]] = {}
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
 
@@ -93,6 +96,7 @@ class Boxes:
         """Forgets the plans of jobs that neither wait nor are on a box."""
         held = {job.id for job in self.holders}
         self._chosen = {job_id: names for job_id, names in self._chosen.items() if job_id in job_ids}
+        self._planned = {job_id: names for job_id, names in self._planned.items() if job_id in job_ids}
         self._stages = {job_id: plan for job_id, plan in self._stages.items() if job_id in job_ids}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
@@ -167,18 +171,20 @@ class Boxes:
         """Returns the other boxes of a job over several boxes, or why they are not all there.
 
         They are those that have its parts; before, those that it asks for. If it asks for a number, they are those
-        with the fewest jobs, and stay the same until one of them is closed.
+        with the fewest jobs, or those that its plan has chosen.
         """
         by_node = {box.node: box for box in self.by_name.values()}
         if parts := self.parts_of(job.id):
             found = [by_node[part.node] for part in parts if part.node in by_node]
-            if len(found) < len(parts):
-                return found, "a box that has a part of its states was removed; `windlass restart` begins it again"
-            return found, _why_away(found)
+            lost = [self._why_lost(part.node) for part in parts if part.node not in by_node]
+            return found, "; ".join(lost) or _why_away(found)
         asked = self._settings_of(job).boxes
         assert asked is not None, "it asks for several boxes"
         if isinstance(asked, list):
             names = [name for name in asked if name != HEAD_NAME]
+            unreadable = {self._fleet.names[node] for node in self._fleet.unreadable}
+            if unreadable := unreadable.intersection(names):
+                return (), "; ".join(f"box {name} {_UNREADABLE}" for name in sorted(unreadable))
             if unknown := [name for name in names if name not in self.by_name]:
                 return (), f"{told_boxes(unknown)}, which it asks for, {'has' if len(unknown) == 1 else 'have'} left"
             found = [self.by_name[name] for name in names]
@@ -189,15 +195,35 @@ class Boxes:
         closed = [f"box {box.name} {why}" for box in found if (why := self.why_no_part(box)) is not None]
         return found, "; ".join(closed) or None
 
+    def _why_lost(self, node: str) -> str:
+        """Returns why a box cannot be used that has a part of a job."""
+        name = self._fleet.names.get(node)
+        if node in self._fleet.unreadable:
+            return f"box {name}, which has a part of it, {_UNREADABLE}"
+        box = "a box" if name is None else f"box {name}"
+        return f"{box} that has a part of its states was removed; `windlass restart` begins it again"
+
     def is_draining(self, job: Job) -> bool:
         """Returns whether a box that has a part of a job is being drained, so that its attempt ends at a commit."""
         nodes = {part.node for part in self.parts_of(job.id)}
         return any(box.is_draining for box in self.by_name.values() if box.node in nodes)
 
-    def has_lost_a_box(self, job: Job) -> bool:
-        """Returns whether a box that has a part of a job was removed, so that its attempt ends at once."""
+    def why_over(self, job: Job) -> str | None:
+        """Returns why the attempt of a running job over several boxes ends at once, or None.
+
+        A box was removed, or could not begin its part. The others would wait for it until their links give up.
+        """
         removed = {box.node for box in self._fleet.absent if box.state == BoxRowState.REMOVED.value}
-        return any(part.node in removed for part in self.parts_of(job.id))
+        # The first record of an attempt is written once all boxes are connected.
+        has_begun = job.journal_attempt >= job.attempt
+        for part in self.parts_of(job.id):
+            box = f"box {self._fleet.names.get(part.node)}"
+            if part.node in removed:
+                return f"{box}, which has a part of it, was removed"
+            if part.served == job.attempt and part.state == PartState.READY.value and not has_begun:
+                why = part.told or "its processes ended; its log has the reason"
+                return f"{box} could not begin its part of it: {why}"
+        return None
 
     def why_not_ready(self, job: Job) -> tuple[str | None, bool]:
         """Returns why an attempt of a job cannot begin yet on the boxes that have its parts, or None.
@@ -231,18 +257,46 @@ class Boxes:
         has_told = box.facts is not None and box.facts.link_host is not None
         return None if has_told else "has not told its address for other boxes"
 
+    def pools_of(self, job: Job, boxes: Sequence[JoinedBox]) -> Sequence[Sequence[JoinedBox]]:
+        """Returns the boxes of which the plan of a job may choose its other ones: `boxes`, if it asks for them by name.
+
+        Else they are first those on which no job is, and, if it fits none of these, all that are open.
+        """
+        if isinstance(self._settings_of(job).boxes, list):
+            return [boxes]
+        taken, fit = self._taken_by_others(job), self._boxes_for_parts(job)
+        free = [box for box in fit if box in boxes or not (box.holders or box.spread or box.name in taken)]
+        return [free] if len(free) == len(fit) else [free, fit]
+
+    def choose(self, job_id: str, names: Sequence[str]) -> None:
+        """Makes these the other boxes of a job, because its plan is for them. They stay so until one is closed."""
+        self._planned[job_id] = names
+
     def _chosen_boxes(self, job: Job, number: int) -> Sequence[JoinedBox]:
-        known = [self.by_name[name] for name in self._chosen.get(job.id, ()) if name in self.by_name]
-        if len(known) < number or any(self.why_no_part(box) for box in known):
-            taken = {name for job_id, names in self._chosen.items() if job_id != job.id for name in names}
-            least = self._settings_of(job).least_gpus
-            fitting = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
-            free = [box for box in fitting if self.why_no_part(box) is None]
-            known = sorted(free, key=lambda box: (box.name in taken, len(box.holders) + len(box.spread), box.name))[
-                :number
-            ]
-            self._chosen[job.id] = [box.name for box in known]
-        return known
+        fit = self._boxes_for_parts(job)
+        planned = [box for box in fit if box.name in self._planned.get(job.id, ())]
+        if len(planned) < number:
+            self._planned.pop(job.id, None)
+            planned = list(fit[:number])
+        self._chosen[job.id] = [box.name for box in planned]
+        return planned
+
+    def _boxes_for_parts(self, job: Job) -> Sequence[JoinedBox]:
+        """Returns the boxes that may get a part of a job, those first that may be free first."""
+        least, taken = self._settings_of(job).least_gpus, self._taken_by_others(job)
+        fit = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
+        before = self._chosen.get(job.id, ())
+
+        def place(box: JoinedBox) -> tuple[int, bool, int, bool, str]:
+            holders = [*box.holders, *box.spread]
+            num_in_the_way = sum(holder.priority <= job.priority for holder in holders)  # the others pause for it
+            return num_in_the_way, box.name in taken, len(holders), box.name not in before, box.name
+
+        return sorted((box for box in fit if self.why_no_part(box) is None), key=place)
+
+    def _taken_by_others(self, job: Job) -> Collection[str]:
+        """Returns the boxes for which other jobs over several boxes wait."""
+        return {name for job_id, names in self._chosen.items() if job_id != job.id for name in names}
 
     def whole_box(self, job: Job, box: JoinedBox) -> Option:
         """Returns the option of a job that needs all devices of a box, as a part of a job does."""

@@ -151,19 +151,22 @@ class Dispatcher:
         self._renewals = Replanner(database, settings, changed, ask=ask)
         self._watches: JobWatches = JobWatches(JobWatch)
         self._ended = EndedAttempts(database, settings, runners, self._watches, clock=clock)
+        look = look or functools.partial(read_capacity, settings)
         self._queue = JobQueue(
             database,
             settings,
             resources,
             lease,
             self._watches,
-            look=look or functools.partial(read_capacity, settings),
+            look=look,
             clock=clock,
             jitter=jitter,
         )
         self._box_planner = BoxPlanner(settings, ask=ask)
         self._parts = PartsHere(database, settings, runners, resources, lease.node, clock, is_busy=self._works_on_jobs)
-        self._spread = SpreadJobs(database, settings, runners, resources, ask_over_boxes)
+        self._spread = SpreadJobs(
+            database, settings, runners, resources, ask_over_boxes, look, self._queue.boxes.choose
+        )
         self._preparations = Preparations(
             database,
             settings,
@@ -279,7 +282,7 @@ class Dispatcher:
         lost = {
             _Runner.ALIVE: None,
             _Runner.HUNG: f"its runner hung: it gave no sign of life for {_SILENT_S:g} s",
-            _Runner.GONE: self._why_lost(),
+            _Runner.GONE: self._queue.boxes.why_over(job) or self._why_lost(),
         }[runner]
         if runner is not _Runner.GONE:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._stop_if_requested, job, attempt)
@@ -383,7 +386,7 @@ class Dispatcher:
         """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
             self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
-        elif self._queue.boxes.has_lost_a_box(job) or (job.status is JobStatus.RUNNING and self._yields_at_once(job)):
+        elif self._ends_at_once(job):
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._must_end(job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
@@ -395,6 +398,12 @@ class Dispatcher:
         if self._queue.boxes.parts_of(job.id):
             return self._hold is not None or self._queue.boxes.is_draining(job)
         return self._hold is not None or must_end_for_plan(self._settings, job)
+
+    def _ends_at_once(self, job: Job) -> bool:
+        """Returns whether a running attempt need not end by itself."""
+        if self._queue.boxes.why_over(job) is not None:
+            return True
+        return job.status is JobStatus.RUNNING and self._yields_at_once(job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -492,7 +501,7 @@ class Dispatcher:
         elif not parts and job.attempt:
             self._queue.explain(job, _UNKNOWN_PARTS)
         elif not parts:
-            if (reason := self._spread.give(job, boxes)) is not None:
+            if (reason := self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))) is not None:
                 self._queue.explain(job, reason)
         else:
             try:

@@ -5,7 +5,7 @@ Endpoints only store requests; the dispatcher acts on them.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -369,7 +369,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
     boxes = _boxes(context, session)
-    parts = _names_of_parts(session, boxes)
+    parts = _names_of_parts(session, boxes, [job.id for job in rows])
     return [
         JobObject.of(
             job,
@@ -385,11 +385,13 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     ]
 
 
-def _names_of_parts(session: Session, boxes: Mapping[str | None, str]) -> dict[str, list[str]]:
-    """Returns the boxes of each job over several boxes that was divided, in the order of its blocks."""
+def _names_of_parts(
+    session: Session, boxes: Mapping[str | None, str], job_ids: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the boxes of each of these jobs that was divided over several, in the order of its blocks."""
     return {
         job_id: [HEAD_NAME, *(boxes.get(part.node, "a removed box") for part in parts)]
-        for job_id, parts in PartRepository(session).by_job().items()
+        for job_id, parts in PartRepository(session).by_job(job_ids).items()
     }
 
 

@@ -114,19 +114,16 @@ class Takings:
 
     def taken(self) -> set[str]:
         """Returns the jobs that this box has begun to take and has not discarded."""
-        return {path.stem for path in taken_dir(self._settings.home).glob("*.json")}
+        return taken_jobs(self._settings)
 
     def row(self, job_id: str) -> dict[str, Any] | None:
         """Returns the row of a taken job as the head told it, None if this box has not begun to take it."""
-        content = self._content(job_id)
+        content = taken_content(self._settings, job_id)
         return None if content is None else content.row
 
     def forget(self, job_id: str) -> None:
         """Forgets a job whose folder is removed, and the contents that only it had."""
-        content = self._content(job_id)
-        if content is not None:
-            self._blobs.forget_job(content.files, self._in_use(but=job_id))
-        taken_file(self._settings.home, job_id).unlink(missing_ok=True)
+        forget_taken(self._settings, job_id)
 
     def close(self) -> None:
         """Ends all transfers. What has arrived stays."""
@@ -143,7 +140,7 @@ class Takings:
         if content.row["attempt"] != 0:  # its states are elsewhere, or lost
             return content.row
         write_atomically(taken_file(self._settings.home, job_id), content.model_dump_json())
-        in_use = self._in_use(but=job_id)
+        in_use = _in_use(self._settings, but=job_id)
         try:
             self._blobs.fetch(
                 self._link, job_id, content.files, cancel=transfer.cancel, in_use=in_use, on_begin=transfer.show
@@ -152,15 +149,30 @@ class Takings:
             transfer.progress = None
         return content.row
 
-    def _in_use(self, *, but: str) -> set[str]:
-        contents = (self._content(job_id) for job_id in self.taken() if job_id != but)
-        return {file.sha256 for content in contents if content is not None for file in content.files}
 
-    def _content(self, job_id: str) -> JobContent | None:
-        try:
-            return JobContent.model_validate_json(taken_file(self._settings.home, job_id).read_text())
-        except (OSError, ValidationError):
-            return None
+def taken_jobs(settings: Settings) -> set[str]:
+    """Returns the jobs that this box has begun to take and has not discarded."""
+    return {path.stem for path in taken_dir(settings.home).glob("*.json")}
+
+
+def taken_content(settings: Settings, job_id: str) -> JobContent | None:
+    """Returns the row and the files of a taken job as the head told them, None if it has not begun to be taken."""
+    try:
+        return JobContent.model_validate_json(taken_file(settings.home, job_id).read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def forget_taken(settings: Settings, job_id: str) -> None:
+    """Forgets a job whose folder is removed, and the contents that only it had."""
+    if (content := taken_content(settings, job_id)) is not None:
+        Blobs(settings).forget_job(content.files, _in_use(settings, but=job_id))
+    taken_file(settings.home, job_id).unlink(missing_ok=True)
+
+
+def _in_use(settings: Settings, *, but: str) -> set[str]:
+    contents = (taken_content(settings, job_id) for job_id in taken_jobs(settings) if job_id != but)
+    return {file.sha256 for content in contents if content is not None for file in content.files}
 
 
 class Sendings:

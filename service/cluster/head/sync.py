@@ -16,6 +16,7 @@ from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
+from windlass.service.jobs import stages_digest
 from windlass.service.machine.fleet import (
     InstructionMessage,
     PartOrder,
@@ -30,7 +31,7 @@ from windlass.service.machine.fleet import (
     result_file_id,
 )
 from windlass.service.validation import ApiError, JobSettings, job_id_prefix
-from windlass.storage.sql import ACTIVE_STATUSES, TERMINAL_STATUSES, Box, Database, Job, JobStatus
+from windlass.storage.sql import ACTIVE_STATUSES, TERMINAL_STATUSES, Box, Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
@@ -141,7 +142,11 @@ class _Syncing:
             elif before is not None and is_its and told.told not in (None, before.told) and told.state in _WORKING:
                 message = f"Box {box.name}: {told.told}"
                 EventRepository(session).add(job_id, attempt=told.served, message=message, level="warn")
-            parts.tell(job_id, box.node, state=told.state, served=told.served, told=told.told, port=told.port)
+            is_old = (
+                told.state is PartState.READY and not told.served and told.plan != stages_digest(self.settings, job_id)
+            )
+            state = PartState.COPYING if is_old else told.state  # it was planned anew since
+            parts.tell(job_id, box.node, state=state, served=told.served, told=told.told, port=told.port)
         for part in parts.on(box.node):
             job = JobRepository(session).find(part.job_id)
             if job is not None and job.status in ACTIVE_STATUSES:
@@ -149,7 +154,14 @@ class _Syncing:
                 attempt, link = (part.attempt, part.link) if runs else (0, None)
                 ended = job.attempt - 1 if runs else job.attempt
                 orders[part.job_id] = PartOrder.model_validate(
-                    {"position": part.position, "attempt": attempt, "ended": max(0, ended), "link": link}
+                    {
+                        "position": part.position,
+                        "attempt": attempt,
+                        "ended": max(0, ended),
+                        "ends_at_once": not runs and _never_began(job, part),
+                        "link": link,
+                        "plan": stages_digest(self.settings, part.job_id),
+                    }
                 )
             elif part.job_id not in news.parts:
                 parts.remove(part.job_id, box.node)
@@ -212,6 +224,11 @@ class _Syncing:
 
     def _has_model(self, name: str) -> bool:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _never_began(job: Job, part: JobPart) -> bool:
+    """Returns whether a box still has processes of an attempt that has ended before all boxes were connected."""
+    return part.state == PartState.RUNNING.value and job.journal_attempt < part.served == job.attempt
 
 
 def _warn(box: Box, job_id: str, why: str) -> None:

@@ -5,15 +5,15 @@ lost. Its row says how far it is; the agent tells the head.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from windlass.actors.job import last_error
 from windlass.service.data import remove_arenas
 from windlass.service.dispatcher import AttemptWatch, Runners, have_exited
 from windlass.service.dispatcher.parts.links import link_config
 from windlass.service.installation import Settings, about
-from windlass.service.jobs import MachineResources, build_stage_spec, stages_of
+from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, stages_of
 from windlass.service.machine.fleet import JobContent, PartLink, taken_file
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Database, Job, JobPart
@@ -94,13 +94,14 @@ class PartsHere:
         if is_wanted and self.runners.is_alive(JobId(part.job_id), attempt):
             return
         ending = self._ending.setdefault((part.job_id, part.served), AttemptWatch(attempt=attempt))
-        if not is_wanted and math.isinf(ending.kill_at):
-            ending.kill_at = now if part.is_over else now + _KILL_AFTER_S
+        if not is_wanted:
+            ending.kill_at = min(ending.kill_at, now if part.is_over else now + _KILL_AFTER_S)
         if not have_exited(self.runners, self.settings, part.job_id, ending, now):
             return
         del self._ending[part.job_id, part.served]
         remove_arenas()
-        self._tell(part, PartState.READY, served=part.served, told=part.told)
+        told = part.told or (last_error(job_dir(self.settings, part.job_id), attempt) if is_wanted else None)
+        self._tell(part, PartState.READY, served=part.served, told=told)
 
     def _job_of(self, part: JobPart) -> Job:
         text = taken_file(self.settings.home, part.job_id).read_text()

@@ -88,6 +88,14 @@ class MachineCapacity:
         """Returns the amounts that a waiting job still needs. They exclude its states that already lie on an SSD."""
         return {**_memory(demand, demand.buffers_nbytes), **self._disks(demand, job_id, of_its_own=False)}
 
+    def states_nbytes(self) -> int | None:
+        """Returns the most bytes of a new job's states that the SSDs have room for; None: they cannot be read."""
+        free = {ssd.disk: ssd.free_nbytes for ssd in self.ssds}
+        shares = defaultdict[str, float](float)
+        for ssd, share in zip(self.ssds, self._shares(), strict=True):
+            shares[ssd.disk] += share
+        return min((int(free[disk] / share) for disk, share in shares.items()), default=None)
+
     def _disks(self, demand: Demand, job_id: str, *, of_its_own: bool) -> Amounts:
         amounts: defaultdict[str, int] = defaultdict(int)
         for ssd, share in zip(self.ssds, self._shares(), strict=True):
