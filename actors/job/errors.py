@@ -1,5 +1,6 @@
 """The file of a job's errors with their details, for the user and for reports of bugs."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,5 +21,8 @@ def last_error(job_dir: Path, attempt: Attempt) -> str | None:
         text = (job_dir / _ERRORS_FILE).read_text(errors="replace")
     except OSError:
         return None
-    _, mark, error = text.rpartition(f"attempt {attempt}: ")
-    return error.strip().splitlines()[-1] if mark and error.strip() else None
+    entries = re.split(r"^attempt (\d+): ", text, flags=re.MULTILINE)[1:]  # number, error, number, error, ...
+    errors = [
+        error.strip() for number, error in zip(entries[::2], entries[1::2], strict=True) if int(number) == attempt
+    ]
+    return errors[-1].splitlines()[-1] if errors and errors[-1] else None
