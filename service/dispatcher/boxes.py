@@ -30,6 +30,8 @@ from windlass.storage.sql.repositories import PartState
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
+# Jobs over several boxes for which boxes may be reserved.
+_HOLDING = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
 _UNREADABLE = "has told facts of itself that this release of windlass cannot read: install the same release there"
 
 
@@ -326,7 +328,7 @@ class Boxes:
         """Returns the priority of the job over several boxes for which a box begins no other job, or None."""
         parts = (part for parts in self._fleet.parts.values() for part in parts if part.node == box.node)
         jobs = (self._fleet.divided.get(part.job_id) for part in parts if part.attempt > part.served)
-        return min((job.priority for job in jobs if job is not None), default=None)
+        return min((job.priority for job in jobs if job is not None and job.status in _HOLDING), default=None)
 
     def _whole_holder(self, job: Job, box: JoinedBox, may_leave_now: Callable[[Job], bool]) -> Holder:
         """Returns a job over several boxes that holds all of a box."""

@@ -177,7 +177,7 @@ class _Syncing:
             except (OSError, ValueError) as error:
                 _warn(box, job_id, str(error))
             here = stages_digest(self.settings, job_id)
-        if told.plan == here or told.state not in _WORKING:
+        if here is None or told.plan == here or told.state not in _WORKING:
             return told.state, told.told
         if told.served:
             return PartState.LOST, f"box {box.name} has a part of another division of the job"
