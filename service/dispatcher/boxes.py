@@ -8,6 +8,9 @@ from typing import Any
 import windlass
 from windlass.planner.stages import StagePlan
 from windlass.service.dispatcher.placement import (
+    BUFFERS,
+    DEVICES,
+    HOST_MEMORY,
     BoxState,
     Demand,
     Fleet,
@@ -27,6 +30,8 @@ from windlass.storage.sql.repositories import PartState
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
+# Jobs over several boxes for which boxes may be reserved.
+_HOLDING = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
 _UNREADABLE = "has told facts of itself that this release of windlass cannot read: install the same release there"
 
 
@@ -112,18 +117,26 @@ class Boxes:
         """The jobs that were given to boxes, and are neither paused nor finished."""
         return [job for box in self.by_name.values() for job in box.holders]
 
-    def states(self, *, highest: int) -> Sequence[BoxState]:
-        """Returns the boxes as the policy sees them. `highest`: the priority of the first job in the queue."""
+    def states(self, *, highest: int, may_leave_now: Callable[[Job], bool]) -> Sequence[BoxState]:
+        """Returns the boxes as the policy sees them.
+
+        `highest`: the priority of the first job in the queue. `may_leave_now`: whether a job of this home may be paused
+        at once.
+        """
         states = []
         for box in self.by_name.values():
             demands = {job.id: self._demand(job, box) for job in box.holders}
+            reserved_for = self._reserved_for(box)
             states.append(
                 BoxState(
                     name=box.name,
                     has=box.capacity.has(box.resources, demands.keys()),
                     holders=[
-                        *(_holder(job, box, demands[job.id], highest=highest) for job in box.holders),
-                        *(self._whole_holder(job, box) for job in box.spread),
+                        *(
+                            _holder(job, box, demands[job.id], highest=highest, reserved_for=reserved_for)
+                            for job in box.holders
+                        ),
+                        *(self._whole_holder(job, box, may_leave_now) for job in box.spread),
                     ],
                     left_s=self._left_s(box),
                     is_open=box.why_closed is None,
@@ -311,12 +324,28 @@ class Boxes:
             demand = replace(demand, num_devices=num_devices)
         return Option(box=box.name, needs=box.capacity.needs(job.id, demand))
 
-    def _whole_holder(self, job: Job, box: JoinedBox) -> Holder:
+    def _reserved_for(self, box: JoinedBox) -> int | None:
+        """Returns the priority of the job over several boxes for which a box begins no other job, or None."""
+        parts = (part for parts in self._fleet.parts.values() for part in parts if part.node == box.node)
+        jobs = (self._fleet.divided.get(part.job_id) for part in parts if part.attempt > part.served)
+        return min((job.priority for job in jobs if job is not None and job.status in _HOLDING), default=None)
+
+    def _whole_holder(self, job: Job, box: JoinedBox, may_leave_now: Callable[[Job], bool]) -> Holder:
         """Returns a job over several boxes that holds all of a box."""
-        is_leaving = job.status is not JobStatus.RUNNING or job.cancel_requested
-        takes = self.whole_box(job, box).needs
+        is_leaving = job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
+        option = self.whole_box(job, box)
         return Holder(
-            job_id=job.id, takes=takes, priority=job.priority, created_at=job.created_at, is_leaving=is_leaving
+            job_id=job.id,
+            takes=option.needs,
+            keeps={
+                name: nbytes for name, nbytes in option.needs.items() if name not in (DEVICES, HOST_MEMORY, BUFFERS)
+            },
+            priority=job.priority,
+            created_at=job.created_at,
+            is_leaving=is_leaving,
+            may_be_paused=not is_leaving,
+            may_leave_now=not is_leaving and may_leave_now(job),
+            is_part=True,
         )
 
     def numbers(self, job: Job) -> Mapping[str, PlanNumbers]:
@@ -388,12 +417,15 @@ def in_short(reasons: Sequence[str]) -> Sequence[str]:
     return [*reasons[:_MAX_NAMED], f"and so on for {len(reasons) - _MAX_NAMED} more boxes"]
 
 
-def _holder(job: Job, box: JoinedBox, demand: Demand, *, highest: int) -> Holder:
+def _holder(job: Job, box: JoinedBox, demand: Demand, *, highest: int, reserved_for: int | None) -> Holder:
     is_leaving = job.status is JobStatus.PAUSING or job.cancel_requested
+    keeps = box.capacity.keeps(job.id, demand)
+    # It does not begin before the job over several boxes.
+    is_held = job.status is JobStatus.QUEUED and reserved_for is not None and reserved_for < job.priority
     return Holder(
         job_id=job.id,
-        takes=box.capacity.takes(job.id, demand),
-        keeps=box.capacity.keeps(job.id, demand),
+        takes=keeps if is_held else box.capacity.takes(job.id, demand),
+        keeps=keeps,
         priority=job.priority,
         created_at=job.created_at,
         is_leaving=is_leaving,

@@ -32,7 +32,7 @@ from windlass.service.dispatcher.outcomes import (
     open_journal,
     pause_job,
 )
-from windlass.service.dispatcher.parts import PartsHere, SpreadJobs
+from windlass.service.dispatcher.parts import UNKNOWN_PARTS, PartsHere, SpreadJobs
 from windlass.service.dispatcher.placement import (
     JoinedBox,
     MachineCapacity,
@@ -99,10 +99,6 @@ _LOST = (
 
 # If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
-_UNKNOWN_PARTS = (
-    "its boxes are not known, because the service was restored from a backup that is older than its division; "
-    "`windlass restart` begins it again from its newest exported model"
-)
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
@@ -437,7 +433,7 @@ class Dispatcher:
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
-        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.decision.begins})
+        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.keeps_boxes})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -496,13 +492,21 @@ class Dispatcher:
     def _execute_over_boxes(self, verdict: Verdict, boxes: Sequence[JoinedBox]) -> None:
         """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
         job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
-        if not (verdict.is_ready and verdict.decision.begins):
+        begins = verdict.is_ready and verdict.decision.begins
+        if parts and not begins:
+            if verdict.is_ready:
+                self._queue.make_room(job, verdict.decision.pauses)
+            self._spread.reserve(job, parts, is_wanted=verdict.keeps_boxes)
+            self._queue.explain(job, verdict.reason)
+        elif not (verdict.is_ready and verdict.keeps_boxes):
             self._queue.explain(job, verdict.reason)
         elif not parts and job.attempt:
-            self._queue.explain(job, _UNKNOWN_PARTS)
+            self._queue.explain(job, UNKNOWN_PARTS)
         elif not parts:
             if (reason := self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))) is not None:
                 self._queue.explain(job, reason)
+        elif (reason := self._spread.adopt(job, parts)) is not None:
+            self._queue.explain(job, reason)
         else:
             try:
                 links = self._spread.new_attempt(job, boxes, parts)

@@ -5,13 +5,14 @@ The dispatcher serves their attempts. Both share the part's row: this module wri
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from windlass.service.cluster.box.transfers import Takings, forget_taken, taken_content
 from windlass.service.data import deletion
 from windlass.service.installation import Settings, about, link_host_of, node_of
-from windlass.service.jobs import stages_digest
+from windlass.service.jobs import stages_digest, stages_of
 from windlass.service.machine.fleet import LinkPortError, PartOrder, PartReport, model_name, reserve_link_port
 from windlass.storage.sql import Database, JobPart
 from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
@@ -29,6 +30,7 @@ class Parts:
     name: str
     # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
     _ports: dict[tuple[str, int], socket.socket] = field(default_factory=dict)
+    _unknown: Collection[str] = ()  # the jobs of whose division the head does not know
 
     def close(self) -> None:
         """Frees the ports."""
@@ -57,6 +59,7 @@ class Parts:
                 port=port,
                 told=told,
                 plan=stages_digest(self.settings, part.job_id),
+                division=self._division_of(part),
             )
         for key in self._ports.keys() - {(job_id, told.served) for job_id, told in reports.items()}:
             self._ports.pop(key).close()
@@ -65,6 +68,7 @@ class Parts:
     def match(self, parts: Sequence[JobPart], orders: Mapping[str, PartOrder]) -> None:
         """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
         known = {part.job_id: part for part in parts}
+        self._unknown = {job_id for job_id, order in orders.items() if order.plan is None}
         for part in known.values():
             if part.job_id not in orders:
                 self._remove(part)
@@ -98,6 +102,11 @@ class Parts:
             self._ports[key] = reserve_link_port(host, self.settings.link_port_range)
         port: int = self._ports[key].getsockname()[1]
         return port
+
+    def _division_of(self, part: JobPart) -> dict[str, Any] | None:
+        """Returns the plan of a part with states, if the head has none."""
+        plan = stages_of(self.settings, part.job_id) if part.served and part.job_id in self._unknown else None
+        return None if plan is None else plan.to_json()
 
     def _is_of_another_plan(self, part: JobPart, order: PartOrder) -> bool:
         """Returns whether a part that has no states yet was planned anew since its files were copied."""

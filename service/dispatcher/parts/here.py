@@ -17,7 +17,7 @@ from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, s
 from windlass.service.machine.fleet import JobContent, PartLink, taken_file
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Database, Job, JobPart
-from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
+from windlass.storage.sql.repositories import HELD_FOR_PART, PartRepository, PartState, job_of_row
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,22 +54,25 @@ class PartsHere:
         self._why_hold = None
         for part in parts:
             if part.state == PartState.RUNNING.value or self._is_wanted(part):
-                self._why_hold = "this box works on a part of a job over several boxes"
+                self._why_hold = HELD_FOR_PART
             try:
                 if part.state == PartState.RUNNING.value:
                     self._watch(part)
-                elif part.state == PartState.READY.value and self._is_wanted(part) and not self.is_busy():
+                elif part.state == PartState.READY.value and self._may_begin(part):
                     self._begin(part)
             except Exception:  # noqa: BLE001  # one part's error must not stop the others
                 _LOG.exception("its part could not be served; it is tried again", extra=about(part.job_id))
 
     @staticmethod
     def _is_wanted(part: JobPart) -> bool:
-        """Returns whether the head wants an attempt that this box has not served."""
+        """Returns whether the head wants an attempt, now or soon, that this box has not served."""
         return part.attempt > part.served and not part.is_over
 
+    def _may_begin(self, part: JobPart) -> bool:
+        """Returns whether a wanted attempt may begin. Without a link, the box is only reserved for it."""
+        return self._is_wanted(part) and part.link is not None and not self.is_busy()
+
     def _begin(self, part: JobPart) -> None:
-        assert part.link is not None, "the head wants an attempt, and says how the boxes reach each other"
         with self.database.write() as session:  # first, so that what has begun is cleaned up
             if not PartRepository(session).begin(part.job_id, self.node, part.attempt):
                 return

@@ -51,6 +51,14 @@ from windlass.storage.sql.repositories import (
 
 _LOG = logging.getLogger(__name__)
 
+UNKNOWN_PARTS = (
+    "its boxes are not known, because the service was restored from a backup that is older than its division, and not "
+    "all of them have told of their parts yet; `windlass restart` begins it again from its newest exported model"
+)
+_ADOPTED = (
+    "Goes on with the division that its boxes have: the service was restored from a backup that is older than that"
+)
+
 
 @dataclass(slots=True)
 class _Planning:
@@ -172,6 +180,25 @@ class SpreadJobs:
             EventRepository(session).add(job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {told}")
         _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
 
+    def adopt(self, job: Job, parts: Sequence[JobPart]) -> str | None:
+        """Lets a divided job's row say what its plan says, as it does unless this home was restored from a backup.
+
+        Returns why the job waits, or None.
+        """
+        plan = stages_of(self.settings, job.id)
+        if plan is None or len(parts) < len(plan.stages) - 1:
+            return UNKNOWN_PARTS
+        try:
+            fields = fields_of_stages(job, plan)
+        except ValueError as error:
+            return str(error)
+        if fields["hyperparameters"] == job.hyperparameters:
+            return None
+        with self.database.write() as session:
+            JobRepository(session).set_fields(job.id, seen=job, **fields)
+            EventRepository(session).add(job.id, attempt=job.attempt, message=_ADOPTED, level="warn")
+        return _ADOPTED
+
     # --- attempts -----------------------------------------------------------------------------------------------------
 
     def new_attempt(self, job: Job, boxes: Sequence[JoinedBox], parts: Sequence[JobPart]) -> Sequence[PartLink]:
@@ -193,6 +220,16 @@ class SpreadJobs:
                 raise ReportedError(f"box {box.name} has not told its address for other boxes")
             addresses[link_name(box.name, box.id)] = (host, part.port)
         return new_links(addresses)
+
+    def reserve(self, job: Job, parts: Sequence[JobPart], *, is_wanted: bool) -> None:
+        """Lets the other boxes begin no jobs of their own, and end attempts at a commit, for a job that will begin."""
+        last = max([job.attempt, *(part.served for part in parts)])
+        for part in parts:
+            has = part.link is None and part.attempt > last
+            if has != is_wanted:
+                attempt = last + 1 if is_wanted else 0
+                with self.database.write() as session:
+                    PartRepository(session).want(job.id, part.node, attempt=attempt, link=None, is_over=False)
 
     @staticmethod
     def want(session: Session, job: Job, attempt: int, parts: Sequence[JobPart], links: Sequence[PartLink]) -> None:

@@ -67,6 +67,7 @@ class Fleet:
     unreadable: Collection[str] = ()  # the homes of boxes whose facts cannot be read
     names: Mapping[str, str] = field(default_factory=dict)  # of all boxes, removed ones too, by their homes
     parts: Mapping[str, Sequence[JobPart]] = field(default_factory=dict)  # of jobs over several boxes, by job
+    divided: Mapping[str, Job] = field(default_factory=dict)  # those jobs
     _began_at: float | None = None  # when the boxes were first read
     _kinds: dict[str, tuple[Mapping[str, Any], tuple[BoxFacts, BoxKind]]] = field(default_factory=dict)
 
@@ -83,7 +84,7 @@ class Fleet:
             is_early = now - self._began_at <= AWAY_AFTER_S
             self.absent = [row for row in known if row not in rows or (is_away(row) and not is_early)]
             self.parts = PartRepository(session).by_job() if known else {}
-            divided = JobRepository(session).find_all(self.parts) if self.parts else {}
+            self.divided = JobRepository(session).find_all(self.parts) if self.parts else {}
             if not rows:
                 self.unreadable = ()
                 return []
@@ -93,7 +94,9 @@ class Fleet:
             if (seen := self._kind(row)) is not None:
                 held = [job for job in holders if job.node == row.node]
                 mine = [part for parts in self.parts.values() for part in parts if part.node == row.node]
-                spread = [job for part in mine if (job := divided.get(part.job_id)) is not None and _works(part, job)]
+                spread = [
+                    job for part in mine if (job := self.divided.get(part.job_id)) is not None and _works(part, job)
+                ]
                 boxes.append(_box(row, *seen, held, spread))
         readable = {box.node for box in boxes}
         self.unreadable = {row.node for row in rows} - readable

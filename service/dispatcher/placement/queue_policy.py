@@ -28,6 +28,7 @@ class Holder:
     is_leaving: bool = False  # it was requested to end or to pause, or its processes are ending
     may_be_paused: bool = False  # by a job of higher priority
     may_leave_now: bool = True  # else its attempt must commit a step first
+    is_part: bool = False  # of a job over several boxes, which pauses only for another one, or on its first box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Queued:
     needs: Amounts
     priority: int = 0
     is_ready: bool = True  # else it keeps its place until it is ready
+    is_part: bool = False  # of a job over several boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,11 @@ def _jobs_to_pause(
     """
     leaving = [holder for holder in present if holder.is_leaving]
     staying = [holder for holder in present if not holder.is_leaving]
-    weaker = [holder for holder in staying if holder.may_be_paused and holder.priority > candidate.priority]
+    weaker = [
+        holder
+        for holder in staying
+        if holder.may_be_paused and holder.priority > candidate.priority and (candidate.is_part or not holder.is_part)
+    ]
     if not leaving and not weaker:
         return None
     weaker.sort(key=lambda holder: (-holder.priority, -holder.created_at, holder.job_id))

@@ -82,7 +82,8 @@ class PartOrder(_Message):
     ended: int = Field(default=0, ge=0)  # the last attempt that has ended; it is not to be begun any more
     # That attempt had no step, so that processes that are left of it are killed. Else they may end by themselves.
     ends_at_once: bool = False
-    link: PartLink | None = None  # of that attempt
+    # Of that attempt. None: it has not begun, and the box begins no other job before it.
+    link: PartLink | None = None
     plan: str | None = None  # the SHA-256 of the job's plan over its boxes; None: the head has none
 
 
@@ -95,6 +96,8 @@ class PartReport(_Message):
     port: int | None = Field(default=None, ge=1, le=65535)  # at which it listens for the next attempt
     told: str | None = None  # how far it is, or why it cannot, in words for users
     plan: str | None = None  # the SHA-256 of the job's plan over its boxes, as this box has it; None: not yet
+    # That plan, if the head has none: its database was restored from a backup that is older than the division.
+    division: dict[str, Any] | None = None
 
 
 class SyncRequest(_Message):

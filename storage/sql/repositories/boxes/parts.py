@@ -11,6 +11,9 @@ from sqlalchemy.orm import Session
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Job, JobPart, execute_change
 from windlass.storage.sql.repositories.boxes.rows import BoxState
 
+# Why a box begins no jobs of its own, in words for users.
+HELD_FOR_PART = "this box works on a part of a job over several boxes"
+
 
 class PartState(StrEnum):
     """A state of a box's part of a job."""
@@ -42,6 +45,12 @@ class PartRepository:
         """Lists the parts that a box has, or is to have."""
         query = select(JobPart).where(JobPart.node == node).order_by(JobPart.job_id)
         return self._session.scalars(query.execution_options(populate_existing=True)).all()
+
+    def hold(self, node: str) -> bool:
+        """Returns whether a box works on a part, or is reserved for one, so that its own jobs end at a commit."""
+        wanted = JobPart.is_over.is_(False) & (JobPart.attempt > JobPart.served)
+        holding = (JobPart.node == node, wanted | (JobPart.state == PartState.RUNNING.value))
+        return self._session.scalar(select(JobPart.job_id).where(*holding).limit(1)) is not None
 
     def find(self, job_id: str, node: str) -> JobPart | None:
         """Returns a box's part of a job, None if it has none."""

@@ -24,8 +24,9 @@ from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
-from windlass.storage.sql.models import JobPart
+from windlass.storage.sql.models import Job, JobPart
 from windlass.storage.sql.repositories.boxes import (
+    HELD_FOR_PART,
     BoxRepository,
     BoxState,
     Instruction,
@@ -100,6 +101,15 @@ class Spread(Cluster):
         job_id = self.divide()
         self.go_on(lambda: self.box.runners.alive)
         return job_id
+
+    def forget_division(self, job_id: str, hyperparameters: Any) -> None:
+        """Makes the head one that was restored from a backup that is older than the job's division."""
+        (self.head.settings.jobs_dir / job_id / "prepare" / "stages.json").unlink()
+        with self.head.database.write() as session:
+            PartRepository(session).remove(job_id)
+            values = {"attempt": 0, "num_lost": 0, "hyperparameters": hyperparameters}
+            session.execute(update(Job).where(Job.id == job_id).values(**values))
+        self.agent.tick()
 
     def begin(self, job_id: str) -> None:
         """Lets the first attempt begin: all boxes are connected."""
@@ -570,3 +580,66 @@ def test_box_whose_facts_cannot_be_read_is_not_called_removed(spread: Spread) ->
         reason = spread.head.job(each).waiting_reason or ""
         assert "facts of itself that this release of windlass cannot read" in reason
         assert "removed" not in reason
+
+
+def test_jobs_of_lower_priority_pause_on_all_boxes_and_go_on_afterwards(spread: Spread) -> None:
+    here, there = (spread.prepare(box=name, priority=1) for name in ("head", NAME))
+    spread.go_on(lambda: spread.head.runners.alive and spread.box.runners.alive)
+    job_id = spread.prepare(boxes=["head", NAME])
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = PLAN
+    spread.head.tick()
+    assert spread.state(job_id) == "copying"
+    assert not spread.box.runners.paused, "others train on while files are copied"
+    spread.go_on(lambda: spread.box.runners.paused and not spread.head.runners.alive)
+    assert spread.box.runners.paused[0] == (there, 1)
+    journal = spread.box.journal(there, 1)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    spread.box.end_runner(there)
+    spread.go_on(lambda: len(spread.head.runners.alive) == len(spread.box.runners.alive) == 1)
+    assert spread.head.runners.alive == spread.box.runners.alive == {(job_id, 1)}
+    assert [spread.head.status(each) for each in (here, there)] == [JobStatus.QUEUED] * 2
+    assert any(HELD_FOR_PART in message for message in spread.box.messages(there))
+    spread.head.export_model()
+    spread.end_attempt(job_id, "succeeded", trained_tokens=7)
+    spread.go_on(lambda: (there, 2) in spread.box.runners.alive and (here, 2) in spread.head.runners.alive)
+
+
+def test_box_that_is_reserved_begins_no_other_job_and_is_freed_if_the_job_cannot_begin(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.begin(job_id)
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.box.dispatcher._parts.hold is None)
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is not None)
+    assert not spread.box.runners.alive, "it waits before the next attempt"
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is None and spread.part(job_id) is None)
+
+
+def test_head_that_is_older_than_the_division_takes_it_from_its_boxes(spread: Spread) -> None:
+    before = spread.head.job(job_id := spread.prepare(boxes=2)).hyperparameters
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = replace(PLAN, num_microbatches=1)
+    spread.go_on(lambda: spread.box.runners.alive)
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready" and spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.forget_division(job_id, before)
+    spread.go_on(lambda: spread.head.runners.alive)
+    assert spread.head.job(job_id).attempt == 2
+    assert spread.head.job(job_id).hyperparameters["num_microbatches"] == 1
+    assert stages_of(spread.head.settings, job_id) == stages_of(spread.box.settings, job_id)
+    assert any("the division that its boxes have" in message for message in spread.head.messages(job_id))
+
+
+def test_part_of_another_division_is_not_used(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready")
+    keep_stages(spread.head.settings, job_id, replace(PLAN, step_s=3.0))
+    spread.go_on(lambda: spread.state(job_id) == "lost")
+    spread.head.now += 300
+    spread.head.tick(2)
+    reason = spread.head.job(job_id).waiting_reason or ""
+    assert f"box {NAME} has a part of another division of the job; `windlass restart`" in reason
