@@ -23,7 +23,7 @@ _WORTH = 1e-3
 # Maximum number of orders of kinds of boxes to try.
 _MOST_ORDERS = 24
 # Maximum number of choices of boxes to compare, if a job is to have some of them, and to plan.
-_MOST_COMPARED = 256
+_MOST_COMPARED = 64
 _MOST_PLANNED = 32
 
 # Kinds of boxes, each with the number of its boxes.
