@@ -541,12 +541,9 @@ class JobQueue:
         if decision.never and len(decisions) == 1:
             return "; ".join(parts)
         holders = placing.holders[placement.box or HEAD_NAME]
-        if (
-            placement.by_pausing
-            or decision.pauses
-            or decision.will_pause
-            or any(other.yields_to == job.id for other in holders)
-        ):
+        of_boxes = decisions.values() if placement.by_pausing else (decision,)
+        is_pausing = any(each.pauses or each.will_pause for each in of_boxes)
+        if is_pausing or any(other.yields_to == job.id for other in holders):
             parts.append("jobs of lower priority are paused for it after their step")
         if not parts:
             box = job.windlass.get("box")

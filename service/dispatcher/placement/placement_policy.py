@@ -172,11 +172,14 @@ def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placeme
         for option in candidate.options
         if option.box in rows
     }
-    by_pausing = any(each.pauses or each.will_pause for each in decisions.values())
-    by_pausing = by_pausing and all(each.begins or each.pauses or each.will_pause for each in decisions.values())
+    begins = all(each.begins for each in decisions.values())
+    by_pausing = not begins and all(
+        each.begins or each.is_freed or each.pauses or each.will_pause for each in decisions.values()
+    )
     if not by_pausing or any(each.will_pause for each in decisions.values()):
         decisions = {
-            box: replace(each, pauses=(), will_pause=by_pausing and not each.begins) for box, each in decisions.items()
+            box: replace(each, pauses=(), will_pause=by_pausing and not (each.begins or each.is_freed))
+            for box, each in decisions.items()
         }
     elsewhere = {box: decision for box, decision in decisions.items() if box != first.box}
     never = any(decision.never for decision in decisions.values())
@@ -188,7 +191,6 @@ def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placeme
             elsewhere=decisions,
         )
     here = decisions[first.box]
-    begins = all(decision.begins for decision in decisions.values())
     start_s = max(rows[option.box].start_s(option.needs) for option in candidate.options)
     end_s = start_s + _known(first.run_s)
     return Placement(

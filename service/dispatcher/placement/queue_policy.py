@@ -53,6 +53,7 @@ class Decision:
     waits_behind: str | None = None  # there is room, but this waiting job would then begin later
     pauses: tuple[str, ...] = ()  # jobs to pause for it
     will_pause: bool = False  # jobs will pause for it, once each has a step
+    is_freed: bool = False  # jobs that are leaving already make room for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ def _decide(
         decision = Decision(job_id=candidate.job_id, missing=lacks)
     chosen = _jobs_to_pause(has, present, waiting, candidate) if candidate.is_ready else None
     if not chosen:
-        return decision
+        return replace(decision, is_freed=chosen is not None)
     if not all(holder.may_leave_now for holder in chosen):
         return replace(decision, will_pause=True)
     return replace(decision, pauses=tuple(holder.job_id for holder in chosen))

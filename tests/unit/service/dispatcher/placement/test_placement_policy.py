@@ -169,6 +169,13 @@ def test_jobs_pause_for_one_over_several_boxes_once_each_may() -> None:
     assert found.elsewhere["b"].pauses == ()
 
 
+def test_boxes_are_kept_while_jobs_leave_one_of_them() -> None:
+    fleet = [box("a", replace(running("r", 5, priority=5), is_leaving=True)), box("b", running("s", 5, priority=5))]
+    [found] = place(fleet, [over_boxes("j", "a", "b")])
+    assert (found.by_pausing, found.decision.begins) == (True, False)
+    assert found.elsewhere["b"].pauses == ("s",)
+
+
 def test_part_of_a_job_pauses_only_for_another_job_over_several_boxes() -> None:
     part = replace(running("r", 5, priority=5), is_part=True)
     fleet = [box("a"), box("b", part)]
