@@ -60,4 +60,6 @@ class SimulatedGpu:
     def slots(self, what: str, slot_nbytes: int, num_slots: int) -> Slots:
         """Creates slots on the device for one use of memory."""
         self.allocate(what, num_slots * slot_nbytes)
+        if not self._has_levels:
+            return Slots(self.world.clock, num_slots)
         return Slots(self.world.clock, num_slots, lambda num_taken: self.level(what, num_taken * slot_nbytes))

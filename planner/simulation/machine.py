@@ -53,6 +53,11 @@ class SimulatedMachine(Log):
         # By block: its elements, its chunks, and the SSD of each chunk. Cached, because they are needed very often.
         self.numels = [block.numel for block in layout.blocks]
         self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
+        self._chunk_numels = {
+            key: min(layout.chunk_numel, self.numels[key.block] - key.chunk * layout.chunk_numel)
+            for keys in self.chunk_keys
+            for key in keys
+        }
         geometry = context.geometry(0) if context.ssds else None
         self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()
@@ -115,6 +120,8 @@ class SimulatedMachine(Log):
     def pool(self, what: str, pool: Pool) -> Slots:
         """Creates slots of the arena, and records how many bytes are taken."""
         self.allocate(MemoryTier.HOST, what, pool.nbytes)
+        if not self.keeps_spans:
+            return Slots(self.clock, pool.num_slots)
         return Slots(
             self.clock,
             pool.num_slots,
@@ -123,8 +130,7 @@ class SimulatedMachine(Log):
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
-        chunk_numel = self.context.layout.chunk_numel
-        return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
+        return self._chunk_numels[key]
 
     @property
     def nums_waiting(self) -> tuple[int, ...]:

@@ -261,8 +261,11 @@ class Grads:
 
     def _offloaded(self, operation: ComputeBlock, chunks: tuple[GradChunk, ...]) -> None:
         shape = self.world.shape
-        for name in shape.holders(operation.block):
-            share = tuple(chunk for chunk in chunks if shape.optimizer_of(chunk.key) == name)
+        names = shape.holders(operation.block)
+        for name in names:
+            share = chunks
+            if len(names) > 1:
+                share = tuple(chunk for chunk in chunks if shape.optimizer_of(chunk.key) == name)
             self.world.send(
                 name, GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=share)
             )

@@ -177,9 +177,10 @@ class ParamFeed:
         while True:
             load, key, is_slot = yield from self._arrived.get()
             # Of a streamed block, only the elements after its pieces are copied here.
-            start = key.chunk * world.context.layout.chunk_numel
-            in_pieces = min(max(0, self._first(key.block) - start), world.chunk_numel(key))
-            nbytes = world.param_itemsize * (world.chunk_numel(key) - in_pieces)
+            numel = world.chunk_numel(key)
+            if key.block in world.bounds:
+                numel -= min(max(0, self._first(key.block) - key.chunk * world.context.layout.chunk_numel), numel)
+            nbytes = world.param_itemsize * numel
             if nbytes:
                 yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
             if is_slot and key.block in world.bounds:
