@@ -80,6 +80,7 @@ class LocalLink:
     """The link of one box."""
 
     def __init__(self, links: LocalLinks, box: int) -> None:
+        self.name = link_name(box)
         self._links = links
         self._box = box
 
