@@ -13,7 +13,7 @@ from windlass.actors.messages import (
     Phase,
     SpanKind,
 )
-from windlass.actors.timeline import COMPUTE, WHOLE_BLOCK, SpanRecorder
+from windlass.actors.timeline import COMPUTE, NO_BOX, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event
 from windlass.storage.ids import BlockIndex
 
@@ -26,6 +26,8 @@ class _Wait:
     block: BlockIndex
     start_s: float
     end: Event
+    box: int
+    after: Event | None  # compute worked until then
 
 
 class LaunchedOperation:
@@ -65,9 +67,14 @@ class LaunchedOperation:
         """True if the operation computes gradients."""
         return self.message.phase in (Phase.HEAD, Phase.BACKWARD)
 
-    def waited(self, kind: SpanKind, block: BlockIndex, start_s: float) -> None:
-        """Records a wait that began at `start_s`. It ends when the compute stream reaches this point."""
-        self._waits.append(_Wait(kind, block, start_s, self._device.compute.record()))
+    def waited(
+        self, kind: SpanKind, block: BlockIndex, start_s: float, *, box: int = NO_BOX, after: Event | None = None
+    ) -> None:
+        """Records a wait that began at `start_s`, or at the event `after` if that came later.
+
+        It ends when the compute stream reaches this point. `box`: the one that was waited for.
+        """
+        self._waits.append(_Wait(kind, block, start_s, self._device.compute.record(), box, after))
 
     def download(self) -> None:
         """Copies the numbers to the host. Runs on the compute stream."""
@@ -80,9 +87,11 @@ class LaunchedOperation:
         for wait in self._waits:
             # A wait begins only when the device has finished its earlier work.
             start_s, end_s = max(wait.start_s, past_s), wait.end.time_s()
+            if wait.after is not None:
+                start_s = max(start_s, wait.after.time_s())
             past_s = max(past_s, end_s)
             if start_s < end_s:
-                spans.note(COMPUTE, wait.kind, message.step, wait.block, WHOLE_BLOCK, start_s, end_s)
+                spans.note(COMPUTE, wait.kind, message.step, wait.block, WHOLE_BLOCK, start_s, end_s, box=wait.box)
         kind, start_s, end_s = SpanKind(message.phase), self.begun.time_s(), self.ended.time_s()
         spans.note(COMPUTE, kind, message.step, message.block, WHOLE_BLOCK, start_s, end_s)
 

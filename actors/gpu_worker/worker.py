@@ -275,6 +275,8 @@ class GpuWorker:
             case SumPassed():
                 self._grads.take_sum(message)
             case SpanPulled() | OfferTaken():
+                if isinstance(message, SpanPulled):
+                    self._spans.note_pulled(message)
                 (self._shared if message.crossing.is_shared else self._edges).take(message)
             case SumTaken():
                 self._grads.sum_taken(message)
@@ -419,8 +421,7 @@ class GpuWorker:
         compute.run(operation.download)
         operation.ended = compute.record()
         if operation.is_sent:
-            self._edges.send(message, operation.results, self._shapes_of(message))
-            operation.results = []
+            self._send_results(operation)
         compute.then(working_at(message, functools.partial(self._has_ended, operation)))
 
     def _has_ended(self, operation: LaunchedOperation) -> None:
@@ -520,14 +521,24 @@ class GpuWorker:
 
         What it takes of shared params stays in its buffer.
         """
-        message, start_s = operation.message, time.monotonic()
-        takes_results = self._edges.source_of(message) is not None
-        if not takes_results and not self._shared.takes(message):
-            return []
-        received = self._edges.receive(message, self._shapes_of(message)) if takes_results else []
-        self._shared.wait_for(message)
-        operation.waited(SpanKind.WAIT_BOX, message.block, start_s)
+        message, received = operation.message, list[torch.Tensor]()
+        if (source := self._edges.source_of(message)) is not None:
+            start_s = time.monotonic()
+            received = self._edges.receive(message, self._shapes_of(message))
+            operation.waited(SpanKind.WAIT_BOX, message.block, start_s, box=source)
+        if (source := self._shared.source_of(message)) is not None:
+            start_s = time.monotonic()
+            self._shared.wait_for(message)
+            operation.waited(SpanKind.WAIT_BOX, message.block, start_s, box=source)
         return received
+
+    def _send_results(self, operation: LaunchedOperation) -> None:
+        """Sends what another box takes of an operation."""
+        message, start_s = operation.message, time.monotonic()
+        awaited = self._edges.send(message, operation.results, self._shapes_of(message))
+        operation.results = []
+        if awaited is not None:
+            operation.waited(SpanKind.WAIT_BOX, message.block, start_s, box=awaited, after=operation.ended)
 
     def _is_last(self, message: ComputeBlock) -> bool:
         """Returns whether an operation belongs to the last group of its step; true for evaluations."""

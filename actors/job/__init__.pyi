@@ -34,9 +34,11 @@ from windlass.actors.job.context import param_server_name as param_server_name
 from windlass.actors.job.context import piece_bounds as piece_bounds
 from windlass.actors.job.context import ssd_name as ssd_name
 from windlass.actors.job.context import stage_of as stage_of
+from windlass.actors.job.context import store_geometry as store_geometry
 from windlass.actors.job.device_budget import require_planned_device_room as require_planned_device_room
 from windlass.actors.job.device_memory_check import require_device_room as require_device_room
 from windlass.actors.job.errors import append_error as append_error
+from windlass.actors.job.errors import last_error as last_error
 from windlass.actors.job.journal import JOURNAL_FILE as JOURNAL_FILE
 from windlass.actors.job.journal import OUTCOME as OUTCOME
 from windlass.actors.job.journal import Journal as Journal

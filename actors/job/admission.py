@@ -22,7 +22,7 @@ from windlass.storage.ssd import (
     is_device_path,
     stripe_weights,
 )
-from windlass.storage.store import scratch_demand, stored_geometry
+from windlass.storage.store import scratch_demand, spaces_in, stored_geometry
 
 _SCRATCH_NBYTES = 128 << 20  # size of the region that a measurement overwrites, if there is space
 _MIN_SCRATCH_NBYTES = 16 << 20
@@ -41,7 +41,7 @@ def survey_ssds(spec: JobSpec, *, direct: bool = True) -> tuple[SsdFacts, ...]:
     measured: dict[int, Calibration] = {}
     for name in spec.ssd_dirs:
         with calibrated(Path(name), measured, direct=direct) as (volume, calibration):
-            geometry = stored_geometry(volume, spec.job)
+            geometry = stored_geometry(volume, spec.job, spec.layout_epoch)
         calibrations.append(calibration)
         if geometry is not None and geometry.num_ssds == len(spec.ssd_dirs):
             weights = geometry.ssd_weights
@@ -118,7 +118,7 @@ def require_room(context: JobContext, *, direct: bool = True) -> None:
 def _missing_nbytes(context: JobContext, ssd: int, volume: Volume) -> int:
     """Returns the bytes that the job still has to reserve on an SSD."""
     scratch = scratch_demand(context.plan.activations.slot_nbytes, context.num_reserved_slots(ssd)).nbytes
-    held = volume.allocations().get(context.spec.job)
+    held = spaces_in(volume).get(context.spec.job, {}).get(context.spec.layout_epoch)
     if held is None:
         return context.geometry(ssd).demand.nbytes + scratch
     return max(0, scratch - UNIT_NBYTES * sum(part.count for part in held.scratch))

@@ -130,6 +130,24 @@ class SsdFacts:
     weight: int  # its share of the chunks, relative to the weights of the other SSDs
 
 
+def store_geometry(spec: JobCore, layout: ModelLayout, weights: tuple[int, ...], ssd: int) -> StoreGeometry:
+    """Returns the geometry of the store on one of a box's SSDs.
+
+    `layout`: as the box sees it. `weights`: of its SSDs.
+    """
+    return StoreGeometry(
+        job=spec.job,
+        rank=Rank(spec.box),
+        attempt=spec.attempt,
+        ssd=SsdIndex(ssd),
+        ssd_weights=weights,
+        formats=spec.training.formats,
+        chunk_numel=layout.chunk_numel,
+        chunks_per_block=tuple(layout.num_chunks(block.index) for block in layout.blocks),
+        epoch=spec.layout_epoch,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreContext:
     """The facts about one attempt that follow from its settings, its model and its plan. They name no files."""
@@ -146,17 +164,7 @@ class CoreContext:
 
     def geometry(self, ssd: int) -> StoreGeometry:
         """Returns the geometry of the store on one SSD."""
-        return StoreGeometry(
-            job=self.spec.job,
-            rank=Rank(self.spec.box),
-            attempt=self.spec.attempt,
-            ssd=SsdIndex(ssd),
-            ssd_weights=tuple(facts.weight for facts in self.ssds),
-            formats=self.formats,
-            chunk_numel=self.layout.chunk_numel,
-            chunks_per_block=tuple(self.layout.num_chunks(block.index) for block in self.layout.blocks),
-            epoch=self.spec.layout_epoch,
-        )
+        return store_geometry(self.spec, self.layout, tuple(facts.weight for facts in self.ssds), ssd)
 
     @property
     def gpu_workers(self) -> tuple[ActorName, ...]:

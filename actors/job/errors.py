@@ -1,5 +1,6 @@
 """The file of a job's errors with their details, for the user and for reports of bugs."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,3 +13,16 @@ def append_error(job_dir: Path, attempt: Attempt, text: str) -> None:
     """Appends an error of an attempt to the job's file of errors. Does nothing if the disk is full."""
     with suppress(OSError), (job_dir / _ERRORS_FILE).open("a") as file:  # the caller reports the error elsewhere too
         file.write(f"attempt {attempt}: {text.rstrip()}\n")
+
+
+def last_error(job_dir: Path, attempt: Attempt) -> str | None:
+    """Returns the last line of the last error of an attempt, None if it has none."""
+    try:
+        text = (job_dir / _ERRORS_FILE).read_text(errors="replace")
+    except OSError:
+        return None
+    entries = re.split(r"^attempt (\d+): ", text, flags=re.MULTILINE)[1:]  # number, error, number, error, ...
+    errors = [
+        error.strip() for number, error in zip(entries[::2], entries[1::2], strict=True) if int(number) == attempt
+    ]
+    return errors[-1].splitlines()[-1] if errors and errors[-1] else None

@@ -24,11 +24,17 @@ class JobCore:
     num_ranks: int = 1  # GPU workers of each box, each with its own GPU; results do not depend on how many there are
     stages: tuple[Stage, ...] = ()  # the blocks of each box; empty: one box has all
     box: int = 0  # index of the box that this specification is for
+    box_names: tuple[str, ...] = ()  # of all boxes, for users; empty: they are called by their indexes
     num_cpu_optimizers: int = 1
     host_memory_nbytes: int | None = None  # budget for the arena; None: limited by the machine's free memory
     deadline_s: float  # timeout of an actor that must reply and sends neither reply nor progress; also of its end
     placement: Placement = field(default_factory=Placement)  # places of states, params and activations; may be partial
     ordering: Ordering = field(default_factory=Ordering)  # as configured; the scheduler uses `effective_ordering`
+
+    @property
+    def names_of_boxes(self) -> tuple[str, ...]:
+        """The names of the boxes, for users. Empty if one box has all blocks."""
+        return self.box_names or tuple(f"box {index}" for index in range(len(self.stages)))
 
     @property
     def has_validation(self) -> bool:

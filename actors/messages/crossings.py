@@ -32,6 +32,14 @@ class Crossing(NamedTuple):
         return cls(step, None, key.block, 0, key.chunk)
 
     @property
+    def priority(self) -> tuple[int, int]:
+        """The priority of its pull. Compute waits for hidden states and their gradients, so they go first.
+
+        Shared params are many bytes, and are needed at the end of a pass only. Exports go last.
+        """
+        return (2, 0) if self.is_export else (1, 0) if self.is_shared else (0, 0)
+
+    @property
     def is_export(self) -> bool:
         """True if these are params of a chunk, which the first box exports."""
         return self.phase is None
@@ -62,7 +70,10 @@ class SpanPulled(Message):
     """Reports that pulled bytes are in their slot, from its start."""
 
     crossing: Crossing
+    box: int  # index of the box that they came from
     nbytes: int
+    start_s: float  # of the transfer, without the time in which nothing was offered; on CLOCK_MONOTONIC
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

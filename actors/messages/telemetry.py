@@ -49,11 +49,15 @@ class SpanKind(StrEnum):
     WRITE_GRAD = "write_grad"
     READ_ACTIVATIONS = "read_activations"
     WRITE_ACTIVATIONS = "write_activations"
+    PULL_HIDDEN = "pull_hidden"  # this and the next three: bytes from another box. Hidden states of a micro-batch
+    PULL_GRADS = "pull_grads"  # the gradients of hidden states
+    PULL_SHARED = "pull_shared"  # params that embedding and head share, or the head's gradient of them
+    PULL_EXPORTED = "pull_exported"  # params for an export
     COMMIT = "commit"  # of an SSD server; no transfer
     WAIT_OPERATION = "wait_operation"  # compute had no operation
     WAIT_PARAMS = "wait_params"  # compute waited for the params of its operation
     WAIT_GRAD_BUFFER = "wait_grad_buffer"  # compute waited for a free gradient buffer
-    WAIT_BOX = "wait_box"  # compute waited for results of another box
+    WAIT_BOX = "wait_box"  # compute waited for results of another box, or until that took those of this one
     WAIT_ACTIVATIONS = "wait_activations"  # compute waited, in an operation, for transfers of activations
 
     __hash__ = str.__hash__  # faster: Enum's hash is Python code, and a step has thousands of spans with these as keys
@@ -70,6 +74,7 @@ class WorkSpan(NamedTuple):
     start_s: float  # on CLOCK_MONOTONIC
     end_s: float
     nbytes: int  # bytes transferred; 0 if the span is no transfer
+    box: int = -1  # index of the box that the bytes come from, or that is waited for; -1: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,8 @@ class CpuOptimizer:
             case FlushBlock() | RestoreStates() | LoadModel() | ExportModel() | OfferParams():
                 self._pipeline.call(partial(self._run, message))
             case SpanPulled() | OfferTaken():
+                if isinstance(message, SpanPulled):
+                    self._spans.note_pulled(message)
                 self._box_params.take(message)
             case ChunkIoDone():
                 self._io.take(message)

@@ -1,9 +1,10 @@
 """The links of boxes that are all in one process: bytes go from arena to arena. For tests."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.job import JobContext, link_name
+from windlass.actors.job import JobSpec, link_name
 from windlass.actors.lifecycle import ActorThreads
 from windlass.actors.messages import Crossing, DescribeStatus, Message, OfferSpan, OfferTaken, PullSpan, SpanPulled
 from windlass.storage.cancellation import CancelToken, TaskQueue
@@ -22,11 +23,10 @@ class _Post:
 class LocalLinks:
     """The links of all boxes of a job, with one thread for all."""
 
-    def __init__(
-        self, contexts: Sequence[JobContext], arenas: Sequence[Arena], send: Callable[[ActorName, Message], None]
-    ) -> None:
-        """Starts the thread. `contexts` and `arenas` are those of the boxes, in their order."""
-        spec = contexts[0].spec
+    def __init__(self, spec: JobSpec, arenas: Sequence[Arena], send: Callable[[ActorName, Message], None]) -> None:
+        """Starts the thread. `spec`: of any box. `arenas`: those of all boxes, in their order; the caller may add them
+        until they are used.
+        """
         self._job, self._arenas, self._send = spec.job, arenas, send
         self._token = CancelToken()
         self._posts: TaskQueue[_Post] = TaskQueue(self._token)
@@ -69,9 +69,18 @@ class LocalLinks:
     def _move(self, offer: OfferSpan, offering: int, pull: _Post) -> None:
         """Copies offered bytes into the slot of the box that pulls them, and tells both GPU workers."""
         target = self._arenas[pull.box].buffer(Span(pull.message.span.offset, offer.span.nbytes))
+        start_s = time.monotonic()
         target[:] = self._arenas[offering].buffer(offer.span)
-        crossing, step, nbytes = offer.crossing, offer.step, offer.span.nbytes
-        pulled = SpanPulled(job=self._job, step=step, crossing=crossing, nbytes=nbytes)
+        crossing, step = offer.crossing, offer.step
+        pulled = SpanPulled(
+            job=self._job,
+            step=step,
+            crossing=crossing,
+            box=offering,
+            nbytes=offer.span.nbytes,
+            start_s=start_s,
+            end_s=time.monotonic(),
+        )
         self._send(pull.message.reply_to, pulled)
         self._send(offer.reply_to, OfferTaken(job=self._job, step=step, crossing=crossing))
 
@@ -80,6 +89,7 @@ class LocalLink:
     """The link of one box."""
 
     def __init__(self, links: LocalLinks, box: int) -> None:
+        self.name = link_name(box)
         self._links = links
         self._box = box
 

@@ -101,7 +101,7 @@ def connect_in_process(boxes: Sequence[LocalBox], arenas: Sequence[Arena], endin
 
     if len(boxes) == 1:
         return
-    links = LocalLinks([box.context for box in boxes], arenas, send)
+    links = LocalLinks(boxes[0].context.spec, arenas, send)
     ending.callback(links.stop)
     for index, box in enumerate(boxes):
         box.add_link(links.of(index), lambda to, message: boxes[box_of(to)].deliver(to, message))

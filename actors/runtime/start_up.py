@@ -21,6 +21,7 @@ from windlass.actors.job import (
 )
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Step
+from windlass.storage.integrity import StoreError
 from windlass.storage.memory import Arena, InsufficientSpaceError, RoomLostError, arena_path, remove_leftovers
 from windlass.storage.store import (
     DECISIONS_FILE,
@@ -126,13 +127,11 @@ def start_actors(specs: Sequence[JobSpec], call: CallActors) -> CommitRecord | N
     """
     lead = specs[0]  # its folder has the log
     servers = [name for spec in specs for name in _server_names(spec)]
-    _recover(lead, call(servers, "read_journal").values())
+    recovery_of(lead, call(servers, "read_journal").values())
     # The log is read after the fences: an older attempt's later decision is on a commit that these journals have.
-    recovery = _recover(lead, call(servers, "open_space").values())
+    recovery = recovery_of(lead, call(servers, "open_space").values())
     commit = recovery.resume_from
-    if recovery.decision is not None:
-        with contextlib.closing(DecisionLog(_decisions_path(lead))) as log:
-            log.append(recovery.decision)
+    decide(lead, recovery)
     call(servers, "start", commit)
     others = [name for spec in specs for name in worker_names(spec) if name not in servers]
     call(others, "start", commit, deadline_s=WORKER_DEADLINE_S)
@@ -143,12 +142,32 @@ def _server_names(spec: JobSpec) -> Sequence[ActorName]:
     return [ssd_name(index, spec.box) for index in range(len(spec.ssd_dirs))]
 
 
-def _recover(spec: JobSpec, journals: Iterable[StoreJournal]) -> Recovery:
-    return recover(tuple(journals), last_decision(_decisions_path(spec)), last_checkpoint=_last_checkpoint(spec))
+def recovery_of(lead: JobSpec, journals: Iterable[StoreJournal]) -> Recovery:
+    """Returns the commit from which a job resumes. `lead`: its specification on the box with the log of decisions.
+
+    Raises:
+        StoreCorrupt: an SSD lacks a commit that all had.
+        StoreError: the job's blocks have been moved to other boxes, or are yet to be.
+    """
+    decision = last_decision(decisions_path(lead))
+    if decision is not None and decision.epoch != lead.layout_epoch:
+        raise StoreError(
+            f"job {lead.job}: its states are those of layout epoch {decision.epoch}, and this attempt is of epoch "
+            f"{lead.layout_epoch}: the blocks were moved to other boxes meanwhile, or are not yet moved"
+        )
+    return recover(tuple(journals), decision, last_checkpoint=_last_checkpoint(lead))
 
 
-def _decisions_path(spec: JobSpec) -> Path:
-    return Path(spec.job_dir) / DECISIONS_FILE
+def decide(lead: JobSpec, recovery: Recovery) -> None:
+    """Appends the decision of a recovery to the job's log, if there is one to append. It is durable at the return."""
+    if recovery.decision is not None:
+        with contextlib.closing(DecisionLog(decisions_path(lead))) as log:
+            log.append(recovery.decision)
+
+
+def decisions_path(lead: JobSpec) -> Path:
+    """Returns the path of a job's log of decisions, on its first box."""
+    return Path(lead.job_dir) / DECISIONS_FILE
 
 
 def _last_checkpoint(spec: JobSpec) -> Step | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,12 @@ class Progress:
         scales_loss: bool,
         on_evaluation: Callable[[int, float | None], None],
         expected_pace: Pace | None = None,
+        boxes: Sequence[str] = (),
     ) -> None:
         """`initial_step` is the commit from which the attempt resumes. `expected_pace` is the expected time of a step.
 
         `on_evaluation` is called with a step and its validation loss (None if not finite) as soon as that is known.
+        `boxes`: the names of the boxes of a job over several.
         """
         self._on_evaluation = on_evaluation
         self._expected_pace = expected_pace
@@ -138,7 +140,10 @@ class Progress:
         self._last_metrics: dict[str, Any] = {}  # of the last reported step
         self._evaluation: dict[str, Any] = {"step": 0}  # metrics of the last evaluation
         self._timeline = Timeline(
-            shape.num_blocks, keeps_grads=shape.keeps_grads, overlaps_steps=shape.ordering.overlaps_steps
+            shape.num_blocks,
+            keeps_grads=shape.keeps_grads,
+            overlaps_steps=shape.ordering.overlaps_steps,
+            boxes=boxes,
         )
         self._keeps_spans = True
         self._ssd_bytes: dict[ActorName, _SsdBytes] = {}  # empty until the model is loaded

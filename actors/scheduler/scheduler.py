@@ -212,6 +212,7 @@ class Scheduler:
             scales_loss=trainer.scales_loss,
             on_evaluation=self._on_evaluation,
             expected_pace=self.spec.expected_pace,
+            boxes=self.spec.names_of_boxes,
         )
         self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
         self._trainer_states: dict[int, str] = {}  # by step, for steps that are over: JSON that its commit stores

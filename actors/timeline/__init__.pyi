@@ -1,5 +1,6 @@
 """Records, summarizes and exports the time spans and the memory of each resource in a step."""
 
+from windlass.actors.timeline.boxes import names_of_boxes as names_of_boxes
 from windlass.actors.timeline.intervals import Interval as Interval
 from windlass.actors.timeline.intervals import clip as clip
 from windlass.actors.timeline.intervals import length as length
@@ -12,6 +13,7 @@ from windlass.actors.timeline.memory_levels import memory_of as memory_of
 from windlass.actors.timeline.recorder import COMPUTE as COMPUTE
 from windlass.actors.timeline.recorder import FROM_DEVICE as FROM_DEVICE
 from windlass.actors.timeline.recorder import NO_BLOCK as NO_BLOCK
+from windlass.actors.timeline.recorder import NO_BOX as NO_BOX
 from windlass.actors.timeline.recorder import TO_DEVICE as TO_DEVICE
 from windlass.actors.timeline.recorder import WHOLE_BLOCK as WHOLE_BLOCK
 from windlass.actors.timeline.recorder import SpanRecorder as SpanRecorder

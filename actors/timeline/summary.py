@@ -5,72 +5,50 @@ other without gaps. In steady state, each therefore contains one step's amount o
 belongs to other steps.
 
 If the job has several GPU workers, the busy time of each is summarized. What compute waited for, and the dependency
-bound, are those of the one that ended the period: it computes the last group of micro-batches, and ends last.
+bound, are those of the one that ended the period: it computes the last group of micro-batches, and ends last. A job
+over several boxes has a summary of each box, too, and no bound.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
-from windlass.actors.messages import Phase, SpanKind, WorkSpan
+from windlass.actors.messages import SpanKind, WorkSpan
+from windlass.actors.timeline.boxes import BoxTimes, told_stalls, without_other_workers
 from windlass.actors.timeline.critical_path import dependency_bound_s
-from windlass.actors.timeline.intervals import Interval, clip, intersect, length, subtract, union
-from windlass.actors.timeline.recorder import worker_of
+from windlass.actors.timeline.intervals import Interval, clip, length, subtract, union
+from windlass.actors.timeline.recorder import in_order, resource_in_words
 from windlass.actors.timeline.span_files import StepSpans
+from windlass.actors.timeline.stalls import OPERATIONS, WAITS, stalls_of
 
 # Largest number of spans that are held, for two periods. Further spans are dropped, and their number is reported.
 MAX_SPANS = 200_000
 
-_WAITS = (
-    SpanKind.WAIT_OPERATION,
-    SpanKind.WAIT_PARAMS,
-    SpanKind.WAIT_GRAD_BUFFER,
-    SpanKind.WAIT_BOX,
-    SpanKind.WAIT_ACTIVATIONS,
-)
-_OPERATIONS = frozenset(SpanKind(phase) for phase in Phase)
 # Spans during which their resource is not working.
-_NOT_BUSY = frozenset((*_WAITS, SpanKind.COMMIT))
+_NOT_BUSY = frozenset((*WAITS, SpanKind.COMMIT))
 _OF_PARAMS = frozenset((SpanKind.READ_PARAMS, SpanKind.COPY_PARAMS_IN))
-# The work from a block's gradient to its new states.
-_UPDATES = frozenset(
-    (
-        SpanKind.COPY_GRAD_OUT,
-        SpanKind.WRITE_GRAD,
-        SpanKind.READ_GRAD,
-        SpanKind.READ_STATES,
-        SpanKind.UPDATE,
-        SpanKind.WRITE_STATES,
-    )
-)
-
-
-class Stall(StrEnum):
-    """The causes for which the device computed nothing. If several apply, the first one here is reported."""
-
-    COPY_PARAMS = "copy_params"  # the operation's params were being copied to the device
-    READ_PARAMS = "read_params"  # ... were being read from an SSD
-    PARAMS_QUEUE = "params_queue"  # ... were in a queue: for a slot, for the SSD, or for the copies
-    UPDATE = "update"  # no operation was granted, because the block's own update was in flight
-    COMMIT = "commit"  # ... because a commit had to finish before updates or the next operation
-    UPDATE_QUEUE = "update_queue"  # ... because updates of other blocks went first
-    NO_OPERATION = "no_operation"  # ... for another reason: an export, or the scheduler's own time
-    GRAD_BUFFER = "grad_buffer"  # earlier gradients had not left the device
-    OTHER_BOX = "other_box"  # another box had not computed the operation's hidden states, or their gradient
-    ACTIVATIONS = "activations"  # within an operation, activations had not left the device or not come back
-    BETWEEN = "between"  # the GPU worker's own time between operations
 
 
 class Timeline:
     """Collects spans and summarizes the time of one step after the other. Not thread-safe."""
 
-    def __init__(self, num_blocks: int, *, keeps_grads: bool, overlaps_steps: bool, max_spans: int = MAX_SPANS) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        keeps_grads: bool,
+        overlaps_steps: bool,
+        max_spans: int = MAX_SPANS,
+        boxes: Sequence[str] = (),
+    ) -> None:
         """`overlaps_steps`: a step's forward pass may begin before all updates of the step before are done.
 
-        `max_spans` is the largest number of spans that are held at once.
+        `max_spans` is the largest number of spans that are held at once. `boxes`: the names of the boxes of a job over
+        several, in the order of their blocks. Summaries then have these names, and spans keep those of the actors.
         """
+        self._boxes = BoxTimes(boxes) if len(boxes) > 1 else None
+        self._box_names = boxes if len(boxes) > 1 else ()
         self._max_spans = max_spans
         self._num_blocks = num_blocks
         self._keeps_grads = keeps_grads
@@ -128,31 +106,40 @@ class Timeline:
 
     def _summarize(self, step: int, spans: Sequence[WorkSpan], period: Interval, compute: str) -> dict[str, Any]:
         """`compute` is the resource of the GPU worker whose stalls and bound are meant."""
-        busy = _busy(spans, period)
-        busy_s = {resource: length(intervals) for resource, intervals in sorted(busy.items())}
-        period_s = period[1] - period[0]
-        seen = _without_other_workers(spans, compute)
-        stalls = _stalls(seen, period, busy.get(compute, []))
-        bound_s = dependency_bound_s(
-            step,
-            seen,
-            num_blocks=self._num_blocks,
-            keeps_grads=self._keeps_grads,
-            overlaps_steps=self._overlaps_steps,
-        )
+        busy, period_s = _busy(spans, period), period[1] - period[0]
+        bound_s, of_boxes = None, dict[str, Any]()
+        if self._boxes is not None:
+            of_boxes = self._boxes.summarize(step, spans, period, busy)
+            stalls = of_boxes["boxes"][0]["stall_s"]  # the first box ends the period
+        else:
+            seen = without_other_workers(spans, compute)
+            stalls = told_stalls(stalls_of(seen, period, busy.get(compute, [])).by_cause)
+            bound_s = dependency_bound_s(
+                step,
+                seen,
+                num_blocks=self._num_blocks,
+                keeps_grads=self._keeps_grads,
+                overlaps_steps=self._overlaps_steps,
+            )
+        busy_s = {resource: length(busy[resource]) for resource in in_order(busy)}
+        moved = _moved(spans, period)
         busiest = max(busy_s, key=lambda resource: busy_s[resource])
         summary: dict[str, Any] = {
             "period_s": _rounded(period_s),
-            "busy_s": {resource: _rounded(seconds) for resource, seconds in busy_s.items()},
-            "moved_bytes": _moved(spans, period),
-            "stall_s": {str(cause): _rounded(seconds) for cause, seconds in stalls.items() if seconds > 0},
-            "busiest": busiest,
+            "busy_s": {self._name(resource): _rounded(seconds) for resource, seconds in busy_s.items()},
+            "moved_bytes": {self._name(resource): moved[resource] for resource in busy_s if resource in moved},
+            "stall_s": stalls,
+            "busiest": self._name(busiest),
             "overlap_efficiency": _rounded(busy_s[busiest] / period_s),
             "dependency_bound_s": None if bound_s is None else _rounded(bound_s),
+            **of_boxes,
         }
         if self._num_dropped:
             summary["num_dropped_spans"] = self._num_dropped
         return summary
+
+    def _name(self, resource: str) -> str:
+        return resource_in_words(resource, self._box_names)
 
 
 def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interval]]:
@@ -161,7 +148,7 @@ def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interva
     operations: dict[str, list[Interval]] = defaultdict(list)
     waits: dict[str, list[Interval]] = defaultdict(list)
     for span in spans:
-        if span.kind in _OPERATIONS:
+        if span.kind in OPERATIONS:
             operations[span.resource].append((span.start_s, span.end_s))
         elif span.kind is SpanKind.WAIT_ACTIVATIONS:
             waits[span.resource].append((span.start_s, span.end_s))
@@ -172,72 +159,13 @@ def _busy(spans: Iterable[WorkSpan], period: Interval) -> dict[str, list[Interva
     return {resource: clip(union(intervals), *period) for resource, intervals in busy.items()}
 
 
-def _without_other_workers(spans: Iterable[WorkSpan], compute: str) -> list[WorkSpan]:
-    """Returns the spans without those of other GPU workers than the one that computes with the resource `compute`."""
-    own = f"{worker_of(compute)}/"
-    return [span for span in spans if worker_of(span.resource) is None or span.resource.startswith(own)]
-
-
 def _moved(spans: Iterable[WorkSpan], period: Interval) -> dict[str, int]:
     """Returns the bytes of each resource's transfers that ended in the period."""
     moved: dict[str, int] = defaultdict(int)
     for span in spans:
         if span.nbytes and period[0] < span.end_s <= period[1]:
             moved[span.resource] += span.nbytes
-    return dict(sorted(moved.items()))
-
-
-def _stalls(spans: Sequence[WorkSpan], period: Interval, computing: list[Interval]) -> dict[Stall, float]:
-    """Returns the time without compute of one GPU worker, by cause. There must be no waits of others in `spans`."""
-    by_kind: dict[SpanKind, list[WorkSpan]] = defaultdict(list)
-    for span in spans:
-        by_kind[span.kind].append(span)
-    params = {
-        Stall.COPY_PARAMS: _by_block(by_kind[SpanKind.COPY_PARAMS_IN]),
-        Stall.READ_PARAMS: _by_block(by_kind[SpanKind.READ_PARAMS]),
-    }
-    of_updates = [span for kind in _UPDATES for span in by_kind[kind]]
-    updates, all_updates = _by_block(of_updates), _covered(of_updates)
-    commits = _covered(by_kind[SpanKind.COMMIT])
-    stalls: dict[Stall, float] = dict.fromkeys(Stall, 0.0)
-    idle_s = period[1] - period[0] - length(computing)
-    for wait in (span for kind in _WAITS for span in by_kind[kind]):
-        left = subtract(clip([(wait.start_s, wait.end_s)], *period), computing)
-        if not left:
-            continue
-        idle_s -= length(left)
-        causes: list[tuple[Stall, list[Interval]]] = []
-        match wait.kind:
-            case SpanKind.WAIT_PARAMS:
-                causes = [(cause, of_block.get(wait.block, [])) for cause, of_block in params.items()]
-                rest = Stall.PARAMS_QUEUE
-            case SpanKind.WAIT_OPERATION:
-                causes = [(Stall.UPDATE, updates.get(wait.block, [])), (Stall.COMMIT, commits)]
-                causes.append((Stall.UPDATE_QUEUE, all_updates))
-                rest = Stall.NO_OPERATION
-            case SpanKind.WAIT_GRAD_BUFFER:
-                rest = Stall.GRAD_BUFFER
-            case SpanKind.WAIT_BOX:
-                rest = Stall.OTHER_BOX
-            case _:
-                rest = Stall.ACTIVATIONS
-        for cause, when in causes:
-            stalls[cause] += length(intersect(left, when))
-            left = subtract(left, when)
-        stalls[rest] += length(left)
-    stalls[Stall.BETWEEN] = max(0.0, idle_s)
-    return stalls
-
-
-def _by_block(spans: Iterable[WorkSpan]) -> dict[int, list[Interval]]:
-    by_block: dict[int, list[WorkSpan]] = defaultdict(list)
-    for span in spans:
-        by_block[span.block].append(span)
-    return {block: _covered(block_spans) for block, block_spans in by_block.items()}
-
-
-def _covered(spans: Iterable[WorkSpan]) -> list[Interval]:
-    return union((span.start_s, span.end_s) for span in spans)
+    return moved
 
 
 def _rounded(number: float) -> float:

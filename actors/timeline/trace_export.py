@@ -9,30 +9,42 @@ from typing import Any
 
 from windlass.actors.messages import WorkSpan
 from windlass.actors.timeline.memory_levels import Level, TierMemory, memory_of
-from windlass.actors.timeline.recorder import NO_BLOCK, WHOLE_BLOCK
+from windlass.actors.timeline.recorder import (
+    NO_BLOCK,
+    NO_BOX,
+    WHOLE_BLOCK,
+    in_order,
+    resource_in_words,
+)
 
 # The name of a memory tier's counter for all kinds of data together.
 TOGETHER = "all"
 
 
 def trace_of(
-    spans: Iterable[WorkSpan], *, begins_s: float, about: dict[str, Any], levels: Sequence[Level] = ()
+    spans: Iterable[WorkSpan],
+    *,
+    begins_s: float,
+    about: dict[str, Any],
+    levels: Sequence[Level] = (),
+    boxes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns a trace whose time 0 is `begins_s`. Viewers show `about` as facts about the trace.
 
-    Each resource is a process. Events of one thread must nest, so overlapping spans of a resource go to separate
-    threads. Each tier with `levels` is a process too. It has a counter for each kind of data, with the bytes used and
-    allocated.
+    Each resource is a process. Resources of one box follow each other. Events of one thread must nest, so overlapping
+    spans of a resource go to separate threads. Each tier with `levels` is a process too. It has a counter for each kind
+    of data, with the bytes used and allocated. `boxes`: the names of the boxes of a job over several.
     """
     by_resource: dict[str, list[WorkSpan]] = {}
     for span in spans:
         by_resource.setdefault(span.resource, []).append(span)
     events: list[dict[str, Any]] = []
-    for pid, (resource, its_spans) in enumerate(sorted(by_resource.items()), start=1):
-        events += _process(resource, pid)
-        for tid, lane in enumerate(_lanes(its_spans), start=1):
-            events.append(_named("thread_name", resource if tid == 1 else f"{resource} #{tid}", pid, tid))
-            events += [_event(span, pid, tid, begins_s) for span in lane]
+    for pid, resource in enumerate(in_order(by_resource), start=1):
+        name = resource_in_words(resource, boxes)
+        events += _process(name, pid)
+        for tid, lane in enumerate(_lanes(by_resource[resource]), start=1):
+            events.append(_named("thread_name", name if tid == 1 else f"{name} #{tid}", pid, tid))
+            events += [_event(span, pid, tid, begins_s, boxes) for span in lane]
     for pid, (tier, memory) in enumerate(memory_of(levels).items(), start=len(by_resource) + 1):
         events += _process(f"{tier} memory", pid)
         for level in levels:
@@ -64,10 +76,11 @@ def _lanes(spans: Sequence[WorkSpan]) -> list[list[WorkSpan]]:
     return lanes
 
 
-def _event(span: WorkSpan, pid: int, tid: int, begins_s: float) -> dict[str, Any]:
+def _event(span: WorkSpan, pid: int, tid: int, begins_s: float, boxes: Sequence[str]) -> dict[str, Any]:
     where = "" if span.block == NO_BLOCK else f" {span.block}"
     if span.chunk != WHOLE_BLOCK:
         where += f".{span.chunk}"
+    other = {} if span.box == NO_BOX else {"other_box": boxes[span.box] if boxes else span.box}
     return {
         "name": f"{span.kind}{where}",
         "cat": str(span.kind),
@@ -76,7 +89,7 @@ def _event(span: WorkSpan, pid: int, tid: int, begins_s: float) -> dict[str, Any
         "dur": _microseconds(span.end_s - span.start_s),
         "pid": pid,
         "tid": tid,
-        "args": {"step": span.step, "block": span.block, "chunk": span.chunk, "bytes": span.nbytes},
+        "args": {"step": span.step, "block": span.block, "chunk": span.chunk, "bytes": span.nbytes, **other},
     }
 
 

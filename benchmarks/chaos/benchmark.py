@@ -22,6 +22,15 @@ jobs, and three to five injuries, which may overlap:
 
 Each job must end as an undisturbed one, and have run on one box only.
 
+With `--spread`, each run has one job over all boxes. Besides these injuries, it meets:
+
+- SIGKILL of its runner, its optimizer, or the head's supervisor, then `windlass up`
+- all processes of a box are stopped, or two boxes do not reach each other, for 3, 10 or 60 seconds
+- a box's disk is full, a box is drained and resumed, or the user pauses and resumes the job
+
+Its attempts must not overlap. The report says for each injury how many attempts began after it, and when the job made
+progress again.
+
 It needs the packages of the tests. Full disks need root, because they are a file system in a file. Runs on PostgreSQL
 need its programs. If something is missing, those runs are left out, and the report says so.
 """
@@ -40,11 +49,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.boxes.benchmark import run_on_boxes
+from benchmarks.chaos.disk import own_disk, reason_not_to_fill_disks
 from benchmarks.chaos.jobs import NotRightError, Observer, wait_for_moment
 from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs
 from benchmarks.chaos.record import Complaint, Record, Wrong, complaints
 from benchmarks.chaos.results import Done, Result, Results, report_results
-from benchmarks.chaos.stage import NUM_STEPS, Stage, copy_kernels, own_disk
+from benchmarks.chaos.stage import NUM_STEPS, Stage, copy_kernels
 from benchmarks.reporting.report import Report
 from benchmarks.scratch_folder import scratch_folder
 from tests.support.boxes.namespaces import NamespaceError
@@ -176,21 +186,10 @@ class Stages:
                 assert self._server is not None
                 server, url = self._server, resources.enter_context(self._server.new_database(migrated=False))
             if self._fills_disks:
-                folder = resources.enter_context(own_disk(folder))
+                folder = resources.enter_context(own_disk(folder / "disk"))
             stage = Stage(folder, server=server, url=url, has_own_disk=self._fills_disks)
             resources.callback(stage.close)
             yield stage
-
-
-def reason_not_to_fill_disks(scratch: Path) -> str | None:
-    """Returns the reason why disks cannot be filled on this machine, or None if they can."""
-    probe = scratch / "probe"
-    probe.mkdir()
-    try:
-        with own_disk(probe):
-            return None
-    except OSError as error:
-        return str(error)
 
 
 def run_all(options: argparse.Namespace, scratch: Path) -> int:
@@ -255,6 +254,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, help="jobs to hurt (default: 40)")
     parser.add_argument("--seed", type=int, default=1, help="what is hurt, and when (default: 1)")
     parser.add_argument("--boxes", type=int, default=1, help="boxes of the service (default: 1)")
+    parser.add_argument("--spread", action="store_true", help="each job takes all boxes")
     parser.add_argument("--database", choices=list(DatabaseKind), help="only the runs on this kind (default: all)")
     parser.add_argument("--continue", type=Path, dest="file", help="what keeps the results, and may have some already")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_RUNS} runs")
@@ -266,6 +266,8 @@ def main() -> int:
         signal.signal(signum, lambda *_: sys.exit(1))
     if options.boxes < 1:
         parser.error(f"--boxes must be at least 1, got {options.boxes}")
+    if options.spread and options.boxes == 1:
+        parser.error("--spread: a job over several boxes needs --boxes 2 or more")
     if options.boxes > 1 and options.database not in (None, DatabaseKind.SQLITE):
         parser.error("--database: several boxes keep their jobs in SQLite")
     with scratch_folder(options.directory) as scratch:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ def write_data(folder: Path, num_steps: int) -> None:
     write_examples(folder / "valid.jsonl", 4)
 
 
-def submit_jobs(url: str, folder: Path, num_jobs: int = 1) -> list[str]:
-    """Submits equal jobs with the examples of a folder. Returns their ids."""
+def submit_jobs(url: str, folder: Path, num_jobs: int = 1, *, num_boxes: int = 1) -> list[str]:
+    """Submits equal jobs with the examples of a folder, each over this number of boxes. Returns their ids."""
+    job = _JOB | ({"boxes": num_boxes} if num_boxes > 1 else {})
     with httpx.Client(base_url=url, timeout=60.0) as client:
         files = {}
         for name in ("train", "valid"):
@@ -57,7 +59,7 @@ def submit_jobs(url: str, folder: Path, num_jobs: int = 1) -> list[str]:
                 answer = client.post("/v1/files", files=sent, data={"purpose": "fine-tune"})
             files[name] = answer.raise_for_status().json()["id"]
         body = {"model": "tiny", "training_file": files["train"], "validation_file": files["valid"], "seed": _SEED}
-        answers = [client.post("/v1/fine_tuning/jobs", json=body | {"windlass": _JOB}) for _ in range(num_jobs)]
+        answers = [client.post("/v1/fine_tuning/jobs", json=body | {"windlass": job}) for _ in range(num_jobs)]
         return [str(answer.raise_for_status().json()["id"]) for answer in answers]
 
 
@@ -90,6 +92,15 @@ def is_over(client: httpx.Client, job_id: str) -> bool:
     return ask(client, job_id)[0].get("status") in _TERMINAL
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment at which a job had a new step, or a new attempt."""
+
+    at_s: float  # of the monotonic clock
+    step: int
+    attempt: int
+
+
 class Observer(threading.Thread):
     """Polls a job as its owner would. Records when it has ended, and answers that are errors."""
 
@@ -98,6 +109,7 @@ class Observer(threading.Thread):
         self.began_s = time.monotonic()
         self.took_s: float | None = None  # seconds from the submission to the end
         self.step = 0  # last step that the job has reported
+        self.moments: list[Moment] = []  # of new steps and attempts
         self.faults: list[str] = []
         self._url, self._job_id, self._interval_s = url, job_id, interval_s
         self._ended = threading.Event()
@@ -109,10 +121,17 @@ class Observer(threading.Thread):
                 job, fault = ask(client, self._job_id)
                 if fault is not None and fault not in self.faults:
                     self.faults.append(fault)
-                self.step = max(self.step, job.get("windlass", {}).get("step", 0))
+                self._note(job.get("windlass", {}))
                 if job.get("status") in _TERMINAL:
                     self.took_s = time.monotonic() - self.began_s
                     return
+
+    def _note(self, told: Mapping[str, Any]) -> None:
+        step, attempt = max(self.step, told.get("step", 0)), told.get("attempt", 0)
+        last = self.moments[-1] if self.moments else Moment(at_s=self.began_s, step=0, attempt=0)
+        if step > last.step or attempt > last.attempt:
+            self.moments.append(Moment(at_s=time.monotonic(), step=step, attempt=max(attempt, last.attempt)))
+        self.step = step
 
     def wait(self, timeout_s: float = JOB_DEADLINE_S) -> float:
         """Returns the seconds from the submission to the end. Raises NotRightError at the timeout."""
@@ -141,5 +160,7 @@ def ask(client: httpx.Client, job_id: str) -> tuple[dict[str, Any], str | None]:
     if answer.is_success:
         return answer.json(), None
     if answer.status_code == 503 and "Retry-After" in answer.headers and "error" in answer.json():
+        return {}, None
+    if answer.status_code == 408:  # the request came late, and is sent again
         return {}, None
     return {}, f"the API answered {answer.status_code}: {answer.text[:200]}"

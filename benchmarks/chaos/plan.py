@@ -1,7 +1,7 @@
 """Plans the injuries of `benchmarks.chaos` from a seed: which part of the installation, when, and for how long."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -30,6 +30,11 @@ class Kind(StrEnum):
     POWER = "power"  # a box that is not the head is switched off and on; then `windlass up`
     CUT = "cut"  # the link of a box drops all packets
     SLOW = "slow"  # the link of a box is slow
+    # Of one job over several boxes:
+    APART = "cut to the next"  # a box and the next one do not reach each other; both reach all others
+    STOPPED = "stopped"  # SIGSTOP of all processes of a box; then SIGCONT
+    PAUSED = "paused"  # the user pauses the job, and resumes it
+    DRAINED = "drained"  # a box is drained, and resumed
 
 
 class DatabaseKind(StrEnum):
@@ -54,7 +59,30 @@ KINDS_OF_BOXES = {
     Kind.CUT: True,
     Kind.SLOW: True,
 }
-ONLY_OF_BOXES = (Kind.AGENT, Kind.HEAD, Kind.POWER, Kind.CUT, Kind.SLOW)
+# The kinds of one job over several boxes, likewise.
+KINDS_OF_SPREAD = {
+    **KINDS_OF_BOXES,
+    Kind.SERVICE: True,
+    Kind.RUNNER: True,
+    Kind.OPTIMIZER: True,
+    Kind.FULL_DISK: True,
+    Kind.APART: True,
+    Kind.STOPPED: True,
+    Kind.PAUSED: True,
+    Kind.DRAINED: False,
+}
+_ONLY_HEAD = (Kind.HEAD, Kind.SERVICE, Kind.PAUSED)
+ONLY_OF_BOXES = (
+    Kind.AGENT,
+    Kind.HEAD,
+    Kind.POWER,
+    Kind.CUT,
+    Kind.SLOW,
+    Kind.APART,
+    Kind.STOPPED,
+    Kind.PAUSED,
+    Kind.DRAINED,
+)
 
 _Card = TypeVar("_Card")
 
@@ -64,7 +92,11 @@ _NUM_INJURIES = (1, 2, 2, 3, 3)
 _SHORT_S, _LONG_S, _SHARE_OF_LONG = (2.0, 20.0), (40.0, 60.0), 0.2
 _DOWN_S = (0.0, 8.0)  # seconds between the end of a service and its restart
 _NUM_INJURIES_OF_BOXES = (3, 4, 4, 5, 5)
+# One job over several boxes costs some minutes to begin, so it has more of them, over more time.
+_NUM_INJURIES_OF_SPREAD, _SPACING_OF_SPREAD = (9, 10, 11), 3.0
 _CUT_S = (1.0, 20.0)  # seconds for which a link is cut or slow
+# Seconds for which the link of boxes of one job is cut, or one of them stopped. The long one exceeds silence_s.
+_CUTS_OF_SPREAD_S = (3.0, 10.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,35 +139,57 @@ def plan_runs(
     runs = []
     for number in range(1, num_runs + 1):
         database = databases[(number - 1) % len(databases)]
-        drawn = _injuries(generator, next(numbers[database]), kinds[database], num_steps=num_steps)
+        drawn = _injuries(generator, next(numbers[database]), kinds[database], num_steps=num_steps, lasts_s=_lasts_s)
         runs.append(Run(number=number, database=database, injuries=tuple(drawn)))
     return runs
 
 
-def plan_runs_of_boxes(num_runs: int, seed: int, boxes: Sequence[str], *, num_steps: int) -> list[Run]:
+def plan_runs_of_boxes(
+    num_runs: int,
+    seed: int,
+    boxes: Sequence[str],
+    *,
+    num_steps: int,
+    is_spread: bool = False,
+    disk_can_be_filled: bool = False,
+) -> list[Run]:
     """Plans the runs of a seed for several boxes of one service; the first is the head.
 
     Every kind of injury occurs equally often, and each hits the boxes that it may hit equally often. A longer plan of a
     seed begins with its shorter ones.
+
+    `is_spread`: for one job over all boxes.
     """
     generator = random.Random(seed)
-    kinds, numbers = _dealt(generator, list(KINDS_OF_BOXES)), _dealt(generator, _NUM_INJURIES_OF_BOXES)
+    possible = dict(KINDS_OF_SPREAD if is_spread else KINDS_OF_BOXES)
+    if not disk_can_be_filled:
+        possible.pop(Kind.FULL_DISK, None)
+    kinds = _dealt(generator, list(possible))
+    numbers = _dealt(generator, _NUM_INJURIES_OF_SPREAD if is_spread else _NUM_INJURIES_OF_BOXES)
     head, *others = boxes
-    victims = {
-        kind: _dealt(generator, boxes if may_hit_head else others) for kind, may_hit_head in KINDS_OF_BOXES.items()
-    }
-    victims[Kind.HEAD] = _dealt(generator, [head])
+    victims = {kind: _dealt(generator, boxes if may_hit_head else others) for kind, may_hit_head in possible.items()}
+    victims |= {kind: _dealt(generator, [head]) for kind in _ONLY_HEAD if kind in possible}
+    lasts_s = _lasting(generator) if is_spread else _lasts_s
     runs = []
     for number in range(1, num_runs + 1):
-        # Half of the injuries wait for no step, so that checkpoints and transfers are hit, too.
-        drawn = _injuries(generator, next(numbers), kinds, num_steps=2 * num_steps)
-        injuries = tuple(replace(injury, box=next(victims[injury.kind])) for injury in drawn)
+        # Half of the injuries wait for no step, so that checkpoints and transfers are hit, too. Those of one job over
+        # all boxes come at the latest by a step of it, because they are later.
+        by_steps, spacing = (num_steps, _SPACING_OF_SPREAD) if is_spread else (2 * num_steps, 1.0)
+        drawn = _injuries(generator, next(numbers), kinds, num_steps=by_steps, lasts_s=lasts_s)
+        injuries = tuple(
+            replace(injury, box=next(victims[injury.kind]), after=spacing * injury.after) for injury in drawn
+        )
         runs.append(Run(number=number, database=DatabaseKind.SQLITE, injuries=injuries))
     return runs
 
 
 def _injuries(
-    generator: random.Random, num_injuries: int, kinds: Iterator[Kind], *, num_steps: int
+    generator: random.Random,
+    num_injuries: int,
+    kinds: Iterator[Kind],
+    *,
+    num_steps: int,
+    lasts_s: Callable[[random.Random, Kind], float],
 ) -> Iterator[Injury]:
     # Moments of an undisturbed job: a job that loses time lasts longer, so all of them come before its end.
     moments = sorted(generator.random() for _ in range(num_injuries))
@@ -144,8 +198,7 @@ def _injuries(
     for moment, by_step in zip(moments, steps, strict=True):
         kind = next(kinds)
         later = generator.uniform(0.0, 0.5) if kind in PROCESSES_OF_JOB else 0.0
-        lasts_s = _lasts_s(generator, kind)
-        yield Injury(kind=kind, after=moment - before, by_step=by_step, lasts_s=lasts_s, later=later)
+        yield Injury(kind=kind, after=moment - before, by_step=by_step, lasts_s=lasts_s(generator, kind), later=later)
         before = moment
 
 
@@ -171,3 +224,17 @@ def _lasts_s(generator: random.Random, kind: Kind) -> float:
         return generator.uniform(*_CUT_S)
     is_down = kind in (Kind.SERVICE, Kind.EVERYTHING, Kind.HEAD, Kind.POWER)
     return generator.uniform(*_DOWN_S) if is_down else 0.0
+
+
+def _lasting(generator: random.Random) -> Callable[[random.Random, Kind], float]:
+    """Returns the function that draws how long an injury of one job over several boxes lasts."""
+    cuts_s = _dealt(generator, _CUTS_OF_SPREAD_S)
+
+    def lasts_s(generator: random.Random, kind: Kind) -> float:
+        if kind in (Kind.CUT, Kind.APART, Kind.STOPPED):
+            return next(cuts_s)
+        if kind in (Kind.FULL_DISK, Kind.PAUSED, Kind.DRAINED):
+            return generator.uniform(*_SHORT_S)
+        return _lasts_s(generator, kind)
+
+    return lasts_s

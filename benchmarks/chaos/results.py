@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.chaos.plan import KINDS_OF_BOXES, ONLY_OF_BOXES, DatabaseKind, Injury, Kind, Run
+from benchmarks.chaos.plan import KINDS_OF_BOXES, KINDS_OF_SPREAD, ONLY_OF_BOXES, DatabaseKind, Injury, Kind, Run
 from benchmarks.chaos.record import Complaint, Wrong
 from benchmarks.reporting.report import Report, ratio
 
@@ -19,6 +19,11 @@ class Done:
 
     injury: Injury
     at_s: float  # seconds since the job was submitted
+    # Of one job over several boxes, else None:
+    step: int | None = None  # last one that it had reported
+    num_attempts: int | None = None  # that began before the next injury
+    # Seconds to the second new step, because the first may have been on its way, or to the job's end.
+    progress_s: float | None = None
 
     def __str__(self) -> str:
         return f"{self.injury} at {self.at_s:.1f} s"
@@ -62,7 +67,7 @@ class Result:
                     database=DatabaseKind(run["database"]),
                     injuries=tuple(map(_injury, run["injuries"])),
                 ),
-                "done": tuple(Done(injury=_injury(each["injury"]), at_s=each["at_s"]) for each in fields["done"]),
+                "done": tuple(Done(**{**each, "injury": _injury(each["injury"])}) for each in fields["done"]),
                 "complaints": tuple(
                     Complaint(**{**each, "wrong": Wrong(each["wrong"])}) for each in fields["complaints"]
                 ),
@@ -126,15 +131,17 @@ class Results:
                 file.write(json.dumps(line) + "\n")
 
 
-def report_results(report: Report, results: Sequence[Result], *, num_boxes: int = 1) -> None:
-    """Adds the table by kind of injury, and the line of ratios."""
+def report_results(report: Report, results: Sequence[Result], *, num_boxes: int = 1, is_spread: bool = False) -> None:
+    """Adds the table by kind of injury, and the line of ratios. `is_spread`: each job took all boxes."""
+    if is_spread:
+        _report_each(report, results)
     came: dict[tuple[Kind, DatabaseKind], list[Result]] = defaultdict(list)
     for result in results:
         for each in result.done:
             came[each.injury.kind, result.run.database].append(result)
     databases = [each for each in DatabaseKind if num_boxes == 1 or each is DatabaseKind.SQLITE]
     rows = []
-    for kind in Kind if num_boxes == 1 else KINDS_OF_BOXES:
+    for kind in Kind if num_boxes == 1 else KINDS_OF_SPREAD if is_spread else KINDS_OF_BOXES:
         met = [result for database in databases for result in came[kind, database]]
         if num_boxes == 1 and kind in ONLY_OF_BOXES:
             continue
@@ -142,7 +149,8 @@ def report_results(report: Report, results: Sequence[Result], *, num_boxes: int 
         times = (str(len(came[kind, database])) for database in databases)
         mean_s = f"{statistics.mean(alone):.1f} ({len(alone)})" if alone else "missing"
         # With several boxes no injury comes alone.
-        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), *([mean_s] if num_boxes == 1 else [])))
+        last = [mean_s] if num_boxes == 1 else _progress_after(kind, results) if is_spread else []
+        rows.append((str(kind), *times, str(sum(each.is_right for each in met)), *last))
     times_on = (f"times on {database}" for database in databases)
     report.add_table(
         (
@@ -150,6 +158,7 @@ def report_results(report: Report, results: Sequence[Result], *, num_boxes: int 
             *times_on,
             "in runs that ended right",
             *(["mean time lost where alone, s (runs)"] if num_boxes == 1 else []),
+            *(["attempts that began after it", "s to progress: median", "most"] if is_spread else []),
         ),
         rows,
     )
@@ -167,6 +176,31 @@ def report_results(report: Report, results: Sequence[Result], *, num_boxes: int 
             "lost_s_per_injury": ratio(lost_s, float(num_injuries)),
         }
     )
+
+
+def _report_each(report: Report, results: Sequence[Result]) -> None:
+    """Adds a table with each injury of jobs over several boxes."""
+    rows = []
+    for result in results:
+        for each in result.done:
+            progress = "missing" if each.progress_s is None else f"{each.progress_s:.1f}"
+            followed = (str(each.step), str(each.num_attempts), progress, "yes" if result.is_right else "NO")
+            rows.append((str(result.run.number), str(each.injury), f"{each.at_s:.1f}", *followed))
+    columns = ("run", "injury", "at, s", "step", "attempts that began after it", "s to progress", "ended right")
+    report.add_table(columns, rows)
+    report.add(
+        "Progress is the second new step after an injury, or the job's end. The first one may have been on its way. "
+        "Other injuries may have come meanwhile."
+    )
+
+
+def _progress_after(kind: Kind, results: Sequence[Result]) -> list[str]:
+    done = [each for result in results for each in result.done if each.injury.kind is kind]
+    times_s = [each.progress_s for each in done if each.progress_s is not None]
+    attempts = str(sum(each.num_attempts or 0 for each in done))
+    if not times_s:
+        return [attempts, "missing", "missing"]
+    return [attempts, f"{statistics.median(times_s):.1f}", f"{max(times_s):.1f}"]
 
 
 def count_wrongs(results: Sequence[Result]) -> dict[str, int]:

@@ -7,12 +7,12 @@ import signal
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 
+from benchmarks.chaos.disk import fill_disk
 from benchmarks.chaos.jobs import NotRightError, is_over, leftovers, processes_of_job, submit_jobs, write_data
 from benchmarks.chaos.plan import PROCESSES_OF_JOB, RAY, Injury, Kind
 from benchmarks.chaos.record import Record, read_record
@@ -24,7 +24,6 @@ from windlass.service.machine import RayCluster
 from windlass.storage.sql import Database
 
 NUM_STEPS = 80  # steps of a job
-_DISK_NBYTES = 1 << 30  # size of a file system that may be filled
 _UP_DEADLINE_S = 400.0  # timeout of `windlass up` and `windlass down`
 _ARENAS = Path("/dev/shm")
 
@@ -123,7 +122,8 @@ class Stage:
                 time.sleep(injury.lasts_s)
                 self.server.start()
             case Kind.FULL_DISK:
-                self._fill_disk(injury.lasts_s)
+                assert self.has_own_disk
+                fill_disk(self.folder, injury.lasts_s)
             case kind if kind in RAY:
                 return self._kill_part_of_ray(kind)
             case kind:
@@ -189,22 +189,6 @@ class Stage:
             time.sleep(lasts_s)
             other.execute("ROLLBACK")
 
-    def _fill_disk(self, lasts_s: float) -> None:
-        """Fills the disk to the last byte, and fills space again that is freed meanwhile."""
-        assert self.has_own_disk
-        until_s = time.monotonic() + lasts_s
-        filler = self.folder / "filler"
-        try:
-            with filler.open("wb", buffering=0) as file:
-                while time.monotonic() < until_s:
-                    for nbytes in (1 << 20, 4096):
-                        with contextlib.suppress(OSError):
-                            while True:
-                                file.write(bytes(nbytes))
-                    time.sleep(0.2)
-        finally:
-            filler.unlink()
-
     # --- observe ----------------------------------------------------------------------------------------------------
 
     def is_over(self, job_id: str) -> bool:
@@ -218,32 +202,6 @@ class Stage:
             for process in psutil.process_iter(["environ"])
             if (process.info["environ"] or {}).get("WINDLASS_HOME") == home
         ]
-
-
-@contextlib.contextmanager
-def own_disk(folder: Path) -> Iterator[Path]:
-    """Mounts a small file system in a folder, which may be filled. Raises OSError if the machine does not allow it."""
-    image, mount = folder / "disk.img", folder / "disk"
-    mount.mkdir()
-    with image.open("wb") as file:
-        file.truncate(_DISK_NBYTES)
-    _run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
-    _run("mount", "-o", "loop", str(image), str(mount))
-    try:
-        yield mount
-    finally:
-        _run("umount", "--lazy", str(mount))
-        image.unlink()
-        mount.rmdir()
-
-
-def _run(*command: str) -> None:
-    program = shutil.which(command[0], path="/usr/sbin:/sbin:/usr/bin:/bin")
-    if program is None:
-        raise OSError(f"there is no {command[0]}")
-    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"{command[0]}: {done.stderr.strip()}")
 
 
 def copy_kernels(source: Path, target: Path) -> None:

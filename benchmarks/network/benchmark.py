@@ -5,6 +5,9 @@ All contenders move the same bytes in one direction, from memory to memory, inte
 the processes of both sides, with what the kernel counts to them.
 
 Contenders that are not installed are left out: iperf3, ZeroMQ (`pyzmq`), UCX (`ucx_perftest` of `ucx-utils`).
+
+Then a real job trains over two such boxes, its compute held back to a declared speed. Its steps are compared with the
+formula by which jobs are planned, and with the simulator. Both get the rate of the link, measured in the same run.
 """
 
 import os
@@ -13,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.network.contenders import CONTENDERS, IPERF3, LINK, PLAIN_LINK, Rig, Run, Unavailable, open_rig
+from benchmarks.network.steps import CASES, JobFailedError, StepRun, measure_steps
 from benchmarks.reporting.report import Report, parse_options, spread
 from benchmarks.scratch_folder import scratch_folder
 from tests.support.boxes.namespaces import NamespaceError
 
-_GBIT = 1e9
+_GBIT, _GB = 1e9, 1e9
 _MIB = 1 << 20
 
 
@@ -72,16 +76,24 @@ def main() -> None:
             rig = open_rig(folder)
         except NamespaceError as error:
             report.add(f"not measured: no boxes of namespaces on this machine: {error}")
-            report.finish(ratios(()))
+            report.finish(ratios((), ()))
             return
+        failures: list[str] = []
+        steps: list[StepRun] = []
         try:
             measured = [measure(rig, shape, num_rounds) for shape in shapes]
+            for case in CASES[:1] if options.quick else CASES:
+                try:
+                    steps.append(measure_steps(rig, case))
+                except (JobFailedError, Unavailable) as error:
+                    failures.append(f"{case.name}: no steps were measured: {error}")
         finally:
             rig.network.close()
     for each in measured:
         _tell(report, each)
-    report.add("", f"load after: {os.getloadavg()[0]:.1f}")
-    report.finish(ratios(measured))
+    _tell_of_steps(report, steps)
+    report.add(*failures, "", f"load after: {os.getloadavg()[0]:.1f}")
+    report.finish(ratios(measured, steps))
 
 
 def measure(rig: Rig, shape: Shape, num_rounds: int) -> Measured:
@@ -99,7 +111,7 @@ def measure(rig: Rig, shape: Shape, num_rounds: int) -> Measured:
     return measured
 
 
-def ratios(measured: Sequence[Measured]) -> dict[str, float | None]:
+def ratios(measured: Sequence[Measured], steps: Sequence[StepRun]) -> dict[str, float | None]:
     """Returns the last line's numbers. The ratios without a limit count in no other."""
     shaped = [each for each in measured if each.shape.bits_per_s is not None]
     unshaped = [each for each in measured if each.shape.bits_per_s is None]
@@ -108,6 +120,8 @@ def ratios(measured: Sequence[Measured]) -> dict[str, float | None]:
         "link_over_iperf3": _smallest([each.over(LINK, IPERF3) for each in shaped]),
         "tls_over_plain": _smallest([each.over(LINK, PLAIN_LINK) for each in shaped]),
         "bytes_over_minimum_max": max((run.link_nbytes / run.nbytes for run in link_runs), default=None),
+        "step_over_bound_max": max((run.over_bound for run in steps), default=None),
+        "simulator_error_max": max((run.simulator_error for run in steps), default=None),
         **{f"link_over_iperf3, {each.shape.name}": each.over(LINK, IPERF3) for each in measured},
         **{f"plain_link_over_iperf3, {each.shape.name}": each.over(PLAIN_LINK, IPERF3) for each in measured},
         "tls_over_plain_unshaped": _smallest([each.over(LINK, PLAIN_LINK) for each in unshaped]),
@@ -116,6 +130,32 @@ def ratios(measured: Sequence[Measured]) -> dict[str, float | None]:
 
 def _smallest(values: Sequence[float | None]) -> float | None:
     return min((value for value in values if value is not None), default=None)
+
+
+def _tell_of_steps(report: Report, runs: Sequence[StepRun]) -> None:
+    report.add("", "Steps of a job over two boxes:")
+    rows = [
+        (
+            run.case.name,
+            f"{run.network_bytes / _GB:.4f}",
+            spread(run.steps_s),
+            f"{run.formula_s:.3f}",
+            f"{run.simulated_s:.3f}",
+            f"{run.over_bound:.3f}",
+            f"{100 * run.simulator_error:.1f}",
+        )
+        for run in runs
+    ]
+    head = (
+        "case",
+        "link, GB/s",
+        "step, s",
+        "formula, s",
+        "simulated, s",
+        "step over formula",
+        "simulator's error, percent",
+    )
+    report.add_table(head, rows)
 
 
 def _tell(report: Report, measured: Measured) -> None:

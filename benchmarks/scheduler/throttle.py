@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from windlass.actors.messages import SpanKind
-from windlass.actors.timeline import SpanRecorder
+from windlass.actors.timeline import NO_BOX, SpanRecorder
 from windlass.storage.io import BlockDevice, IoSettings, Transfer, TransferEngine, open_engine
 
 THROTTLE_FILE = "throttle.json"  # in the job's folder
@@ -152,10 +152,11 @@ def _log_of(kinds: Collection[SpanKind], busy_s: Callable[[int], float]) -> type
             start_s: float,
             end_s: float,
             nbytes: int = 0,
+            box: int = NO_BOX,
         ) -> None:
             if kind in kinds:
                 start_s = end_s - busy_s(nbytes)
-            super().note(resource, kind, step, block, chunk, start_s, end_s, nbytes)
+            super().note(resource, kind, step, block, chunk, start_s, end_s, nbytes, box)
 
     return DeclaredLog
 

@@ -192,7 +192,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
             for (step, block), tensors in machine.swapped.items()
             if step == 2
         }
-        work = Work(compute_s=_compute_s(context, product_s), swapped_nbytes=swapped)
+        work = Work(compute_s=compute_seconds(context, product_s), swapped_nbytes=swapped)
         steps = simulate(context, job_shape(context, context.spec.output_dir), _rates(case), work)
     simulated = Run(
         step_s=statistics.fmean(step.summary["period_s"] for step in steps[_INNER]),
@@ -278,7 +278,7 @@ def _rates(case: Case) -> Rates:
     )
 
 
-def _compute_s(context: JobContext, product_s: float) -> dict[tuple[Phase, int], float]:
+def compute_seconds(context: JobContext, product_s: float) -> dict[tuple[Phase, int], float]:
     """Returns the compute seconds of operations. `product_s`: of one param with all tokens of a micro-batch."""
     layers, seconds = context.plan.layer_activations, {}
     for block in context.layout.blocks:

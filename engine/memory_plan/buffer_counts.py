@@ -3,6 +3,7 @@
 Two buffers of a size allow one to be filled during the computation with the other.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -29,12 +30,14 @@ def param_buffers(
     At the boundary of steps, groups of micro-batches or evaluations, the first params are needed once more and wait for
     a buffer.
     """
-    forward = list(range(len(block_numels)))
+    copied = set(range(len(block_numels))).difference(resident)
+    forward = [tuple(block_numels[block] for block in blocks if block in copied) for blocks in shared]
     operations = forward + forward[-2::-1]
+    # Most layers are alike, so few windows differ.
+    windows = dict.fromkeys(tuple(operations[start : start + num_ahead]) for start in range(len(operations)))
     most: Counter[int] = Counter()
-    for start in range(len(operations)):
-        blocks = [block for operation in operations[start : start + num_ahead] for block in shared[operation]]
-        most |= Counter(block_numels[block] for block in blocks if block not in resident)
+    for window in windows:
+        most |= Counter(itertools.chain.from_iterable(window))
     return most
 
 

@@ -14,6 +14,8 @@ from windlass.planner.solver import (
 
 # Minimum share by which a change must shorten a step to be worth mentioning.
 WORTH = 0.05
+# Share of a step by which the best plan may be shorter than the one that is found: steps are told in whole percent.
+_NEAR = 0.01
 
 
 def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
@@ -45,7 +47,9 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
         faster_job = job if speedup == 1 else replace(job, model=job.model.sped_up(speedup))
         try:
             # By the cost model alone. Most changes are excluded by bounds, without a solution.
-            other = search((faster_job,), faster.speeds, faster.limits, below=(1 - WORTH) * solution.cost).best
+            other = search(
+                (faster_job,), faster.speeds, faster.limits, below=(1 - WORTH) * solution.cost, worth=_NEAR
+            ).best
         except DoesNotFitError:  # it fits here, so it fits there; but no plan is worth mentioning
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:

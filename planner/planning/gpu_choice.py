@@ -48,8 +48,8 @@ def choose_gpus(question: PlanQuestion) -> ChosenGpus:
     chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
     if question.chooses_microbatches:
         job = found[chosen].job
-        fixed = _by_number(question.changed(num_microbatches=job.num_microbatches), profiles)
-        found = {number: each for number, each in fixed.items() if number != chosen} | {chosen: found[chosen]}
+        fixed = question.changed(num_microbatches=job.num_microbatches)
+        found = _by_number(fixed, profiles, without=chosen) | {chosen: found[chosen]}
     plans = {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
     rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}
     best = found[chosen].planned(profiles, advises=True)
@@ -73,11 +73,13 @@ def plan_without_advice(question: PlanQuestion, profiles: Profiles) -> Planned:
     return found[chosen].planned(profiles, advises=False)
 
 
-def _by_number(question: PlanQuestion, profiles: Profiles) -> "dict[int, _Found]":
-    """Returns the fastest plan for each number of GPUs with which the job fits."""
+def _by_number(question: PlanQuestion, profiles: Profiles, *, without: int | None = None) -> "dict[int, _Found]":
+    """Returns the fastest plan for each number of GPUs with which the job fits. `without`: a number to leave out."""
     num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches
     found = dict[int, _Found]()
     for number in numbers_of_gpus(question.num_ranks, num_microbatches):
+        if number == without:
+            continue
         with contextlib.suppress(DoesNotFitError):
             found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles)
     return found

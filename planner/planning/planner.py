@@ -138,29 +138,56 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     """
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
-    fastest, step_s = _fastest_of(question, profiles, _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR))
+    found = _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
+    simulated: list[tuple[Solution, float]] = []
+    fastest, step_s = _fastest_of(question, profiles, found, simulated)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
         (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
-        in_order = replace(question.changed(update_order=order), chooses_order=False)
-        found = _search(in_order, profiles, num_others=_NUM_OTHERS, near=_NEAR)
-        if found.best.step_s < step_s:
-            rival, rival_s = _fastest_of(in_order, profiles, found)
+        rivals = found.in_order(order, step_s)
+        if rivals is not None and rivals.best.step_s < step_s:
+            rival, rival_s = _fastest_of(question, profiles, rivals, simulated)
             if rival_s < step_s:
                 fastest, step_s = rival, rival_s
     return fastest.costs.job, fastest, step_s
 
 
-def _fastest_of(question: PlanQuestion, profiles: Profiles, found: Found) -> tuple[Solution, float]:
-    """Simulates the plans of a search. Returns the fastest one with its step time."""
-    fastest, step_s = found.best, promised_step_s(question, profiles, found.best)
+def _fastest_of(
+    question: PlanQuestion, profiles: Profiles, found: Found, simulated: list[tuple[Solution, float]]
+) -> tuple[Solution, float]:
+    """Simulates the plans of a search. Returns the fastest one with its step time.
+
+    `simulated`: the plans that were simulated before, to which these are added.
+    """
+
+    def step_of(solution: Solution) -> float:
+        for known, known_s in simulated:
+            if _is_same_plan(known, solution):
+                return max(known_s, solution.step_s)
+        simulated.append((solution, promised_step_s(question, profiles, solution)))
+        return simulated[-1][1]
+
+    fastest, step_s = found.best, step_of(found.best)
     for other in found.others[:_NUM_OTHERS]:
         if other.step_s >= step_s:
             continue
         solution, excess = counted(question, profiles, other)
-        if excess <= 0 and (other_s := promised_step_s(question, profiles, solution)) < step_s:
+        if excess <= 0 and (other_s := step_of(solution)) < step_s:
             fastest, step_s = solution, other_s
     return fastest, step_s
+
+
+def _is_same_plan(one: Solution, other: Solution) -> bool:
+    """Returns whether two solutions for a question let the engine do the same.
+
+    They may come from different kinds of plans, because memory that is left free goes to deeper queues.
+    """
+    return (
+        one.costs.job.num_microbatches == other.costs.job.num_microbatches
+        and one.costs.job.update_order is other.costs.job.update_order
+        and one.placement == other.placement
+        and one.plan == other.plan
+    )
 
 
 def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:

@@ -10,8 +10,8 @@ from windlass.engine.memory_estimate import Passes, PassNeeds
 from windlass.engine.memory_plan import BlockActivations
 from windlass.engine.model import ModelLayout
 from windlass.planner.profiling.kept_facts import KeptFacts
-from windlass.planner.profiling.known import KnownModel, NotKnownError, known_facts
-from windlass.planner.profiling.model_config import ShapeConfig, loaded
+from windlass.planner.profiling.known import KnownModel, NotKnownError, known_facts, shape_of_config
+from windlass.planner.profiling.model_config import FolderConfig, ShapeConfig, loaded
 from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFacts
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -42,12 +42,22 @@ def facts_of(
         # A copy, because building a model changes its config, and stored facts are found by its content.
         return RecordedModel(copy.deepcopy(loaded(config)), precision)
 
-    if isinstance(config, ShapeConfig):
+    if (known := _by_sizes(config)) is not None:
         try:
-            return KnownOrTraced(known_facts(config.shape, precision, num_tokens=config.num_tokens), traced)
+            return KnownOrTraced(known_facts(known.shape, precision, num_tokens=known.num_tokens), traced)
         except NotKnownError:
             pass
     return traced()
+
+
+def _by_sizes(config: Any) -> ShapeConfig | None:
+    """Returns the sizes of a model, if they say all that decides its facts."""
+    if isinstance(config, ShapeConfig):
+        return config
+    shape = shape_of_config(config.content) if isinstance(config, FolderConfig) else None
+    if shape is None or shape.max_tokens is None:
+        return None
+    return ShapeConfig(shape=shape, num_tokens=shape.max_tokens)
 
 
 class KnownOrTraced:

@@ -28,6 +28,10 @@ from windlass.planner.solver import (
     solution_of,
 )
 
+# Seconds of a pass, by the machine's rates, above which a micro-batch is measured with fewer examples. So long a pass
+# keeps all cores busy, so a larger one takes longer in proportion.
+_LONG_ENOUGH_S = 2.0
+
 
 def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
     """Builds the solver's view of the job."""
@@ -52,6 +56,7 @@ class Profiles:
         )
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        self._measured: dict[tuple[object, ...], dict[int, BlockTimes]] = {}  # by all that they depend on
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
@@ -180,15 +185,31 @@ class Profiles:
         )
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:
-        """Returns the profile with measured block times, if there are any."""
-        profile = self._by_shapes(num_examples, num_tokens)
-        times = self._times(profile)
-        return profile if times is None else with_times(profile, times)
+        """Returns the profile with measured block times, if there are any.
 
-    def _times(self, profile: ModelProfile) -> dict[int, BlockTimes] | None:
+        Large micro-batches have the times of smaller ones, which are in proportion to their examples: those of a large
+        model would else take minutes and more memory than the job itself.
+        """
+        profile = self._by_shapes(num_examples, num_tokens)
+        num_microbatches = -(-self._question.training.batch_size // num_examples)
+        num_measured = self._num_measured(profile)
+        measured = profile if num_measured == num_examples else self._by_shapes(num_measured, num_tokens)
+        times = self._times(measured, num_microbatches)
+        if times is None:
+            return profile
+        factor = num_examples / num_measured
+        return with_times(profile, times if factor == 1 else {at: found.longer(factor) for at, found in times.items()})
+
+    def _num_measured(self, profile: ModelProfile) -> int:
+        """Returns the number of examples to measure, whose pass takes about `_LONG_ENOUGH_S` at most."""
+        different = {id(layer): layer for layer in profile.layers}.values()  # equal ones are one object
+        num_flops = 3 * (profile.head.num_flops + sum(layer.num_flops for layer in different))
+        pass_s = num_flops / self._question.speeds.device_flops
+        return max(1, min(profile.num_examples, int(profile.num_examples * _LONG_ENOUGH_S / pass_s)))
+
+    def _times(self, profile: ModelProfile, num_microbatches: int) -> dict[int, BlockTimes] | None:
         """Returns measured or stored block times. None: times must be computed from the machine's rates."""
         question = self._question
-        num_microbatches = -(-question.training.batch_size // profile.num_examples)
         sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
         training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
 
@@ -202,16 +223,26 @@ class Profiles:
             "head_slices": training.head_slices,
             "device": "cuda" if question.has_gpu else "cpu",
         }
-        known = None if kept is None else kept.known(question.config, facts)
-        if known is not None or not self._measures or not self._has_device():
+        key = tuple(facts.values())
+        known = self._measured.get(key) or (None if kept is None else kept.known(question.config, facts))
+        if known is not None or not self._measures or not self._has_device() or self._is_too_large(profile):
             return known
 
         def measure() -> MeasuredBlocks:
             return self._measure(profile, training, sums_grads=sums_grads, has_lanes=has_lanes)
 
         with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
-            return measure().times if kept is None else kept.of(question.config, facts, measure)
+            times = measure().times if kept is None else kept.of(question.config, facts, measure)
+            self._measured[key] = times
+            return times
         return None
+
+    def _is_too_large(self, profile: ModelProfile) -> bool:
+        """Returns whether the params and the gradient of a block are more than the job may have on its device."""
+        formats = self._question.training.formats
+        numel = max(block.numel for block in profile.blocks)
+        nbytes = numel * (formats.precision.itemsize + self._question.training.grad_precision.itemsize)
+        return nbytes > self._question.limits.device_nbytes
 
     def _has_device(self) -> bool:
         """Returns whether this process can use the device that the job will compute on."""

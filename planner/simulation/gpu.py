@@ -2,7 +2,6 @@
 
 import functools
 
-from windlass.actors.job import gpu_worker_name
 from windlass.actors.messages import SpanKind
 from windlass.actors.timeline import COMPUTE, FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, own_resource
 from windlass.engine.memory_plan import MemoryTier
@@ -22,7 +21,7 @@ class SimulatedGpu:
     def __init__(self, world: SimulatedMachine, rank: int) -> None:
         self.world = world
         self.rank = rank
-        self.name = gpu_worker_name(rank)
+        self.name = world.context.gpu_worker(rank)
         self._compute, to_device, from_device = (
             own_resource(name, self.name) for name in (COMPUTE, TO_DEVICE, FROM_DEVICE)
         )
@@ -60,4 +59,6 @@ class SimulatedGpu:
     def slots(self, what: str, slot_nbytes: int, num_slots: int) -> Slots:
         """Creates slots on the device for one use of memory."""
         self.allocate(what, num_slots * slot_nbytes)
+        if not self._has_levels:
+            return Slots(self.world.clock, num_slots)
         return Slots(self.world.clock, num_slots, lambda num_taken: self.level(what, num_taken * slot_nbytes))

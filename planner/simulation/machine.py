@@ -5,13 +5,14 @@ The resources of one GPU are in `gpu.py`.
 
 from collections.abc import Callable
 
-from windlass.actors.job import CoreContext, grad_itemsize, piece_bounds, ssd_name
+from windlass.actors.job import CoreContext, grad_itemsize, piece_bounds
 from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
-from windlass.planner.simulation.clock import Future, Process
+from windlass.planner.simulation.clock import Clock, Future, Process
 from windlass.planner.simulation.cores import SharedCores
+from windlass.planner.simulation.network import SimulatedNetwork
 from windlass.planner.simulation.resources import Log, Rates, Ssd, Work
 from windlass.planner.simulation.waiting import Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
@@ -38,9 +39,15 @@ class SimulatedMachine(Log):
         send: Callable[[ActorName, Message], None],
         *,
         keeps_spans: bool,
+        clock: Clock | None = None,
+        network: SimulatedNetwork | None = None,
     ) -> None:
-        """`send_to_scheduler` sends an actor's event to the scheduler, `send` a message to another actor."""
-        super().__init__(rates.num_cores, keeps_spans=keeps_spans)
+        """`send_to_scheduler` sends an actor's event to the scheduler, `send` a message to another actor.
+
+        `clock`: see `Log`. `network`: that between the boxes of the job, if it has several.
+        """
+        super().__init__(rates.num_cores, keeps_spans=keeps_spans, clock=clock)
+        self.network = network
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.context = context
         self.shape = shape
@@ -53,6 +60,11 @@ class SimulatedMachine(Log):
         # By block: its elements, its chunks, and the SSD of each chunk. Cached, because they are needed very often.
         self.numels = [block.numel for block in layout.blocks]
         self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
+        self._chunk_numels = {
+            key: min(layout.chunk_numel, self.numels[key.block] - key.chunk * layout.chunk_numel)
+            for keys in self.chunk_keys
+            for key in keys
+        }
         geometry = context.geometry(0) if context.ssds else None
         self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()
@@ -68,9 +80,10 @@ class SimulatedMachine(Log):
         ssd_cpu_s = 0.0 if rates.num_cores is None else rates.ssd_cpu_s_per_byte
         self._memory = SharedCores(self.clock, 1.0) if self._memory_may_be_short(context) else None
         in_memory = None if self._memory is None else self._in_memory
-        self._ssds = [Ssd(self, ssd_name(index), ssd_cpu_s, in_memory) for index in range(len(context.ssds))]
+        ssds = [context.ssd_server(index) for index in range(len(context.ssds))]
+        self._ssds = [Ssd(self, name, ssd_cpu_s, in_memory) for name in ssds]
         # Chunks with uncommitted data on an SSD. It takes space of its own until the commit.
-        self._uncommitted: dict[ActorName, set[ChunkKey]] = {ssd_name(i): set() for i in range(len(context.ssds))}
+        self._uncommitted: dict[ActorName, set[ChunkKey]] = {name: set() for name in ssds}
         # The SSDs always hold one committed generation.
         device_nbytes = formats.update_itemsize * sum(layout.blocks[block].numel for block in plan.device_blocks)
         ssd_nbytes = plan.ssd_nbytes if context.ssds else 0
@@ -115,6 +128,8 @@ class SimulatedMachine(Log):
     def pool(self, what: str, pool: Pool) -> Slots:
         """Creates slots of the arena, and records how many bytes are taken."""
         self.allocate(MemoryTier.HOST, what, pool.nbytes)
+        if not self.keeps_spans:
+            return Slots(self.clock, pool.num_slots)
         return Slots(
             self.clock,
             pool.num_slots,
@@ -123,8 +138,7 @@ class SimulatedMachine(Log):
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
-        chunk_numel = self.context.layout.chunk_numel
-        return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
+        return self._chunk_numels[key]
 
     @property
     def nums_waiting(self) -> tuple[int, ...]:
@@ -158,7 +172,11 @@ class SimulatedMachine(Log):
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Future:
         """Moves a chunk's states to or from their SSD. A gradient goes to the same place as the states of its step."""
         ssd = self.ssd_of(key)
-        if self.keeps_spans and kind not in _READS and key not in (uncommitted := self._uncommitted[ssd_name(ssd)]):
+        if (
+            self.keeps_spans
+            and kind not in _READS
+            and key not in (uncommitted := self._uncommitted[self.context.ssd_server(ssd)])
+        ):
             uncommitted.add(key)
             self.level(MemoryTier.SSD, STATES, self.state_itemsize * self.context.layout.chunk_numel)
         return self.ssd_move(ssd, nbytes, kind, step, priority, key.block, key.chunk)

@@ -12,9 +12,12 @@ from windlass.actors.messages import Phase
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
 from windlass.actors.timeline import StepSpans, TierMemory, memory_of
+from windlass.actors.worker_policy import Stage
 from windlass.engine.memory_plan import MemoryTier, Placement
 from windlass.engine.model import CHUNK_GRANULE, ModelLayout
 from windlass.planner.cost import Speeds, ways_of_layer
+from windlass.planner.simulation.job import SimulatedBox
+from windlass.planner.simulation.network import NetworkRates
 from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_step_s
 from windlass.planner.solver import Solution
 from windlass.storage.ids import JobId
@@ -53,7 +56,7 @@ def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int)
     Raises:
         Stuck: the job would not end.
     """
-    return steady_step_s(*_simulated(solution, layout, num_cores))
+    return simulated_step_s_of_boxes([_one_box(solution, layout, num_cores)])
 
 
 def simulate_planned(
@@ -65,26 +68,88 @@ def simulate_planned(
         Stuck: the job would not end.
         TooLong: the simulation has taken `limit_s` of CPU time.
     """
+    return simulate_boxes([_one_box(solution, layout, num_cores)], limit_s=limit_s)
+
+
+def simulated_step_s_of_boxes(
+    boxes: Sequence[SimulatedBox], network: NetworkRates | None = None, *, max_calls: int | None = None
+) -> float:
+    """Returns the steady step time of a job on one box, or on several that a network connects.
+
+    Raises:
+        Stuck: the job would not end.
+        TooLong: a step has more than `max_calls` events.
+    """
+    first, *others = boxes
+    return steady_step_s(
+        first.context,
+        _shape_of(boxes),
+        first.rates,
+        first.work,
+        others=others,
+        network=network,
+        max_calls=max_calls,
+    )
+
+
+def simulate_boxes(
+    boxes: Sequence[SimulatedBox], network: NetworkRates | None = None, *, limit_s: float = math.inf
+) -> SimulatedSteps:
+    """Simulates the steps of a job on one box, or on several that a network connects.
+
+    Raises:
+        Stuck: the job would not end.
+        TooLong: the simulation has taken `limit_s` of CPU time.
+    """
     # CPU time, because the process may be halted meanwhile.
     until_s = time.process_time() + limit_s
-    simulated = _simulated(solution, layout, num_cores)
-    steps = simulate(*simulated, is_late=lambda: time.process_time() > until_s)[_NUM_FIRST_STEPS:]
+    first, *others = boxes
+    steps = simulate(
+        first.context,
+        _shape_of(boxes),
+        first.rates,
+        first.work,
+        is_late=lambda: time.process_time() > until_s,
+        others=others,
+        network=network,
+    )[_NUM_FIRST_STEPS:]
     return SimulatedSteps(step_s=statistics.fmean(step.summary["period_s"] for step in steps), steps=steps)
 
 
-def _simulated(
-    solution: Solution, layout: ModelLayout, num_cores: int
-) -> tuple[CoreContext, SchedulerConfig, Rates, Work]:
-    spec, layout = _spec_of(solution), _in_fewer_chunks(layout, solution.costs.speeds.num_ssds)
+def _shape_of(boxes: Sequence[SimulatedBox]) -> SchedulerConfig:
+    """Returns the policy's view of a job on some boxes. A simulated job writes no files."""
+    first, *others = (box.context for box in boxes)
+    return job_shape(first, "", others)
+
+
+def _one_box(solution: Solution, layout: ModelLayout, num_cores: int) -> SimulatedBox:
+    return box_of_plan(solution, in_fewer_chunks(layout, solution.costs.speeds.num_ssds), num_cores=num_cores)
+
+
+def box_of_plan(
+    solution: Solution,
+    layout: ModelLayout,
+    *,
+    num_cores: int,
+    stages: tuple[Stage, ...] = (),
+    box: int = 0,
+    commit_every: int | None = None,
+) -> SimulatedBox:
+    """Returns a box with its plan. `layout`: of the whole model, as `in_fewer_chunks` returns it.
+
+    `stages`: the blocks of all boxes of the job; empty: it has one. `commit_every`: of the job; None: that of the plan.
+    """
+    spec = replace(_spec_of(solution), stages=stages, box=box)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
+    if commit_every is not None:
+        spec = replace(spec, placement=replace(spec.placement, commit_every=commit_every))
     work = work_of(solution)
     context = _with_fewer_slots(make_core_context(spec, layout, solution.costs.speeds.num_ssds), work)
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
-    # A simulated job writes no files.
-    return context, job_shape(context, output_dir=""), rates, work
+    return SimulatedBox(context=context, rates=rates, work=work)
 
 
 def rates_of(speeds: Speeds, num_optimizers: int, *, num_cores: int) -> Rates:
@@ -119,25 +184,32 @@ def work_of(solution: Solution) -> Work:
     }
     swapped, held = {}, {}
     ways = {layer: {way.choice: way for way in ways_of_layer(layer)} for layer in model.blocks_of_layers}
-    for block, (layer, choice) in enumerate(zip(model.layers, solution.placement.activations, strict=True), start=1):
+    for block in model.own_layers:
+        layer, choice = model.layers[block - 1], solution.placement.activations[block - 1]
         way = ways[layer][choice]
         seconds[(Phase.FORWARD, block)] = group_size * costs.compute_s(layer)[0]
         seconds[(Phase.BACKWARD, block)] = group_size * costs.backward_s(layer, way)
         held[block] = way.held_nbytes
         if choice.swaps:
             swapped[block] = way.out_nbytes
-    peaks = {block: profile.peak_nbytes for block, profile in enumerate(model.blocks)}
-    norms = {block: costs.norms_s(block) for block in range(head + 1)}
-    return Work(compute_s=seconds, swapped_nbytes=swapped, held_nbytes=held, peak_nbytes=peaks, norms_s=norms)
+    own = [block for block in range(head + 1) if model.is_own(block)]
+    return Work(
+        compute_s=seconds,
+        swapped_nbytes=swapped,
+        held_nbytes=held,
+        peak_nbytes={block: model.blocks[block].peak_nbytes for block in own},
+        norms_s={block: costs.norms_s(block) for block in own},
+        crossing_nbytes=costs.job.crossings.microbatch_nbytes,
+    )
 
 
 def _of_mean_size(work: Work, share: float) -> Work:
-    """Returns the work with swapped bytes multiplied by `share`."""
+    """Returns the work with swapped bytes, and those that pass to other boxes, multiplied by `share`."""
     swapped = {block: [max(1, int(share * nbytes)) for nbytes in out] for block, out in work.swapped_nbytes.items()}
-    return replace(work, swapped_nbytes=swapped)
+    return replace(work, swapped_nbytes=swapped, crossing_nbytes=int(share * work.crossing_nbytes))
 
 
-def _in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
+def in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
     """Returns the layout with larger chunks.
 
     A typical block has a whole number of them, so that the SSDs share it evenly.
@@ -153,7 +225,7 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     """Fixes all choices that follow from the budget, because larger chunks would change them."""
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
-    num_host_grad_blocks = len(layout.blocks) - len(plan.spilled_blocks) if plan.spilled_blocks else None
+    num_host_grad_blocks = min(plan.spilled_blocks, default=None)  # those before it keep theirs in host memory
     return replace(
         placement,
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
@@ -166,7 +238,8 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
 def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
     """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
     plan, pool = context.plan, context.plan.activations
-    tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer] * plan.group_size
+    tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer]
+    tensors *= plan.group_size * context.num_groups_in_flight
     factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
     if factor <= 1:
         return context

@@ -58,6 +58,8 @@ class Work:
     # By block: seconds for the norms of a complete gradient, once a step. For missing blocks they are part of an
     # operation's time.
     norms_s: Mapping[int, float] = field(default_factory=dict)
+    # Hidden states of one micro-batch, and their gradient, that pass between two boxes.
+    crossing_nbytes: int = 0
 
 
 class Stuck(RuntimeError):
@@ -65,20 +67,28 @@ class Stuck(RuntimeError):
 
 
 class TooLong(RuntimeError):
-    """A simulation that exceeded its time limit."""
+    """A simulation that exceeded its limit of time or of events."""
 
 
 class Log:
     """The clock, the spans that real actors would report, and the memory levels."""
 
-    def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True) -> None:
-        """`num_cores`: cores shared by the resources that use them; None: every resource has its own."""
+    def __init__(self, num_cores: int | None = None, *, keeps_spans: bool = True, clock: Clock | None = None) -> None:
+        """`num_cores`: cores shared by the resources that use them; None: every resource has its own.
+
+        `clock`: that of all machines of a job; None: a new one.
+        """
         self.keeps_spans = keeps_spans
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.spans: list[WorkSpan] = []
         self._allocated: dict[tuple[MemoryTier, str], int] = {}
         self._points: dict[tuple[MemoryTier, str], list[tuple[float, int]]] = {}
         self._cores = None if num_cores is None else SharedCores(self.clock, num_cores)
+
+    @property
+    def has_shared_cores(self) -> bool:
+        """True if the resources share cores."""
+        return self._cores is not None
 
     def spend(self, duration_s: float) -> Process:
         """Waits for `duration_s` of work on all cores, and longer if they are shared."""
@@ -129,7 +139,8 @@ class Resource:
         self._log = log
         self._clock = log.clock
         self._name = name
-        self._spend = log.spend if spend is None else spend
+        # None: what takes the time of no shared resource, which is most of the work.
+        self._spend = log.spend if spend is None and log.has_shared_cores else spend
         self._is_busy = False
         self._waiting: deque[Future] = deque()
 
@@ -141,7 +152,10 @@ class Resource:
             yield self._turn()
         self._is_busy = True
         start_s = self._clock.now
-        yield from self._spend(duration_s)
+        if self._spend is not None:
+            yield from self._spend(duration_s)
+        elif duration_s:
+            yield duration_s
         self._end_turn()
         self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
@@ -263,11 +277,13 @@ class Ssd:
 
     def _cut_short(self, moving: _Transfer) -> None:
         """Stops the current transfer at the end of its piece."""
+        if not self._ends_whole:
+            return  # it stops there already
         passed_s = self._clock.now - self._since_s
         piece_end_s = max(1, math.ceil(passed_s / moving.piece_s)) * moving.piece_s if moving.piece_s else 0.0
         is_whole = piece_end_s >= moving.left_s - _ROUNDING * moving.piece_s
-        end_s = moving.left_s if is_whole else piece_end_s
-        self._end_after(max(0.0, end_s - passed_s), is_whole=is_whole)
+        if not is_whole:
+            self._end_after(max(0.0, piece_end_s - passed_s), is_whole=False)
 
     def _end_after(self, duration_s: float, *, is_whole: bool) -> None:
         self._num_ends += 1

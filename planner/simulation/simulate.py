@@ -8,7 +8,7 @@ follows from them, and the memory in use on each tier.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -17,7 +17,8 @@ from windlass.actors.messages import SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import StepSpans, Timeline
 from windlass.amounts import bytes_text
-from windlass.planner.simulation.job import Pending, SimulatedJob
+from windlass.planner.simulation.job import Pending, SimulatedBox, SimulatedJob
+from windlass.planner.simulation.network import NetworkRates
 from windlass.planner.simulation.resources import Rates, Stuck, TooLong, Work
 
 __all__ = ["Rates", "Stuck", "TooLong", "Work", "simulate", "steady_step_s"]
@@ -37,11 +38,14 @@ def simulate(
     work: Work,
     *,
     is_late: Callable[[], bool] = lambda: False,
+    others: Sequence[SimulatedBox] = (),
+    network: NetworkRates | None = None,
 ) -> list[StepSpans]:
     """Returns the timelines of all steps of a job, as the real job would report them. Evaluations are left out.
 
     Each one has the memory levels of its period. Those of the last step continue until all is committed. `is_late` is
-    called often, and says whether the simulation has exceeded its time limit.
+    called often, and says whether the simulation has exceeded its time limit. `others` and `network`: see
+    `SimulatedJob`.
 
     Raises:
         ValueError: the rates are for another number of SSDs, or the swapped bytes do not match the plan.
@@ -49,7 +53,7 @@ def simulate(
         TooLong: `is_late` returned true.
     """
     shape = replace(shape, num_evaluation_groups=0)
-    job = _job(context, shape, rates, work)
+    job = _job(context, shape, rates, work, others=others, network=network)
     all_spans = job.run(is_late)
     levels = job.levels
     timeline = Timeline(
@@ -57,6 +61,7 @@ def simulate(
         keeps_grads=shape.keeps_grads,
         overlaps_steps=shape.ordering.overlaps_steps,
         max_spans=len(all_spans),
+        boxes=context.spec.names_of_boxes,
     )
     timeline.begin(0.0)
     spans, num_reported = sorted(all_spans, key=attrgetter("end_s")), 0
@@ -74,19 +79,31 @@ def simulate(
     return steps
 
 
-def steady_step_s(context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work) -> float:
+def steady_step_s(
+    context: CoreContext,
+    shape: SchedulerConfig,
+    rates: Rates,
+    work: Work,
+    *,
+    others: Sequence[SimulatedBox] = (),
+    network: NetworkRates | None = None,
+    max_calls: int | None = None,
+) -> float:
     """Returns the step time in steady state, whatever the number of steps of the job.
+
+    `others` and `network`: see `SimulatedJob`. `max_calls`: the most events of a step.
 
     Raises:
         ValueError, Stuck: as `simulate`.
+        TooLong: a step has more than `max_calls` events.
     """
     # One step more than is measured, because the end of a job commits everything.
     shape = replace(shape, num_evaluation_groups=0, total_steps=_MOST_STEPS + 1)
-    job = _job(context, shape, rates, work, keeps_spans=False)
-    job.next_period_s()
+    job = _job(context, shape, rates, work, keeps_spans=False, others=others, network=network)
+    job.next_period_s(max_calls=max_calls)
     before, period_s, last_s = job.pending, math.inf, math.inf
     for _ in range(1, _MOST_STEPS):
-        last_s, period_s = period_s, job.next_period_s()
+        last_s, period_s = period_s, job.next_period_s(max_calls=max_calls)
         if _is_alike(before, now := job.pending, _SAME * period_s):
             return period_s
         if abs(period_s - last_s) <= _STEADY * period_s:
@@ -105,11 +122,21 @@ def _is_alike(before: Pending, now: Pending, tolerance_s: float) -> bool:
 
 
 def _job(
-    context: CoreContext, shape: SchedulerConfig, rates: Rates, work: Work, *, keeps_spans: bool = True
+    context: CoreContext,
+    shape: SchedulerConfig,
+    rates: Rates,
+    work: Work,
+    *,
+    keeps_spans: bool = True,
+    others: Sequence[SimulatedBox],
+    network: NetworkRates | None,
 ) -> SimulatedJob:
-    _check_rates(context, rates)
-    _check_swapped(context, work)
-    return SimulatedJob(context, shape, rates, work, keeps_spans=keeps_spans)
+    for box in (SimulatedBox(context=context, rates=rates, work=work), *others):
+        _check_rates(box.context, box.rates)
+        _check_swapped(box.context, box.work)
+    if others and (network is None or len(network.card_bytes) != 1 + len(others)):
+        raise ValueError(f"the job has {1 + len(others)} boxes; give the rate of each one's network card")
+    return SimulatedJob(context, shape, rates, work, keeps_spans=keeps_spans, others=others, network=network)
 
 
 def _check_rates(context: CoreContext, rates: Rates) -> None:
@@ -128,11 +155,12 @@ def _check_swapped(context: CoreContext, work: Work) -> None:
         )
     slot_nbytes = plan.activations.slot_nbytes
     tensors = [nbytes for tensors in work.swapped_nbytes.values() for nbytes in tensors]
-    needed = plan.group_size * sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    num_groups = context.num_groups_in_flight
+    needed = num_groups * plan.group_size * sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
     num_slots = plan.num_host_activations + plan.num_ssd_activations
     if needed > num_slots:
         raise ValueError(
-            f"a group of {plan.group_size} micro-batches swaps activations that take {needed} slots of "
+            f"{num_groups} group(s) of {plan.group_size} micro-batches swap activations that take {needed} slots of "
             f"{bytes_text(slot_nbytes)} at once, and the plan has {num_slots}; give host_activation_nbytes "
             f"and ssd_activation_nbytes of the placement together at least {needed * slot_nbytes}"
         )

@@ -13,11 +13,19 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
 from windlass.planner.solver.integer_program import Bound, Program
 from windlass.planner.solver.relaxation import Prices, least_cost, priced_cost, relaxed
-from windlass.planner.solver.solution import DoesNotFitError, Solution, penalty, shortfall_by_tier, solved
+from windlass.planner.solver.solution import (
+    MOST_COST_OF_STEP,
+    DoesNotFitError,
+    Solution,
+    penalty,
+    shortfall_by_tier,
+    solved,
+)
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts
 
@@ -89,6 +97,9 @@ class Found:
 
     best: Solution
     others: list[Solution]  # best first; not counted exactly
+    # Returns the same for one order of updates, and goes on with what is known from this search. None: no plan in this
+    # order fits, or each takes longer than the given seconds.
+    in_order: "Callable[[UpdateOrder, float], Found | None]" = lambda order, below_s: None
 
 
 def search(
@@ -111,9 +122,9 @@ def search(
     Raises:
         DoesNotFitError: no plan fits, or none costs less than `below`.
     """
-    found = _Search(speeds, limits, solve_kind, below, worth)
-    best = found.run(tuple(jobs))
-    return Found(best=best, others=found.others_near(best, near, num_others))
+    started = _Search(speeds, limits, solve_kind, below, worth)
+    started.run(tuple(jobs))
+    return started.found(num_others, near)
 
 
 @dataclass(order=True, slots=True)
@@ -138,10 +149,12 @@ class _Search:
         self._numbers = itertools.count()
         self._best: Solution | None = None
         self._others: list[Solution] = []
+        # Kinds of which no plan cost less than the best one did, and those that were solved without an exact count.
+        self._excluded: list[_Entry] = []
         self._errors: list[DoesNotFitError] = []
 
-    def run(self, jobs: tuple[PlannedJob, ...]) -> Solution:
-        """Returns the best plan."""
+    def run(self, jobs: tuple[PlannedJob, ...]) -> None:
+        """Finds the best plan. Raises DoesNotFitError."""
         for job in jobs:
             for base in bases_of(job, self._speeds, self._limits):
                 fastest = next(kinds_of(base))
@@ -151,7 +164,35 @@ class _Search:
         self._solve_best()
         if self._best is None:
             raise self._does_not_fit(jobs)
-        return self._best
+
+    def found(self, num_others: int, near: float) -> Found:
+        """Returns the best plan, and others that are nearly as good; see `search`."""
+        best = self._best
+        assert best is not None, "a search without a plan raises an error"
+        others = self._others_near(best, near, num_others)
+
+        def in_order(order: UpdateOrder, below_s: float) -> Found | None:
+            narrowed = self._in_order(order, MOST_COST_OF_STEP * below_s)
+            return None if narrowed._best is None else narrowed.found(num_others, near)
+
+        return Found(best=best, others=others, in_order=in_order)
+
+    def _in_order(self, order: UpdateOrder, below: float) -> "_Search":
+        """Returns this search for one order of updates only, continued to its end."""
+        narrowed = _Search(self._speeds, self._limits, self._solve_kind, below, self._worth)
+        narrowed._numbers = self._numbers
+        narrowed._entries = [
+            entry for entry in (*self._entries, *self._excluded) if entry.costs.job.update_order is order
+        ]
+        heapq.heapify(narrowed._entries)
+        known = [solution for solution in (self._best, *self._others) if solution is not None]
+        for solution in known:
+            if solution.costs.job.update_order is order:
+                narrowed._add(solution)
+        if narrowed._best is None:
+            narrowed._solve_one_of_each_saver()
+        narrowed._solve_best()
+        return narrowed
 
     def _solve_one_of_each_saver(self) -> None:
         """Solves for the kind with the smallest bound of each way to save device memory.
@@ -179,12 +220,12 @@ class _Search:
                 heapq.heappush(self._entries, entry)
                 break
             if entry.is_kind:
-                self._solve(entry.costs)
+                self._solve(entry)
                 num_solved += 1
             else:
                 self._divide(entry)
 
-    def others_near(self, best: Solution, near: float, most: int) -> list[Solution]:
+    def _others_near(self, best: Solution, near: float, most: int) -> list[Solution]:
         """Solves for plans that differ from the best one in more than the sizes of buffers. Returns them, best first.
 
         Their device memory is not counted exactly.
@@ -198,17 +239,19 @@ class _Search:
         while self._entries and len(others) < most:
             entry = heapq.heappop(self._entries)
             if entry.bound > limit:
+                heapq.heappush(self._entries, entry)
                 break
             if not entry.is_kind:
                 self._divide(entry)
-            elif _traits(entry.costs) not in known and (other := solved(entry.costs, limit)) is not None:
+                continue
+            self._excluded.append(entry)
+            if _traits(entry.costs) not in known and (other := solved(entry.costs, limit)) is not None:
                 others.append(other)
                 known.add(_traits(entry.costs))
         return sorted(others, key=lambda solution: solution.cost)
 
     def _push(self, costs: StepCosts, bound: float, *, is_kind: bool, prices: Prices | None = None) -> None:
-        level = math.floor(math.log(bound) / _EQUAL) if bound > 0 else -math.inf
-        heapq.heappush(self._entries, _Entry(level, next(self._numbers), bound, costs, is_kind, prices))
+        heapq.heappush(self._entries, _Entry(_level_of(bound), next(self._numbers), bound, costs, is_kind, prices))
 
     def _divide(self, entry: _Entry) -> None:
         """Replaces a base by its kinds of plans. Before that, finds its prices, and with them a better bound."""
@@ -227,17 +270,27 @@ class _Search:
     @property
     def _limit(self) -> float:
         """The cost below which a plan is worth more than the best one so far."""
-        return self._below if self._best is None else (1 - self._worth) * self._best.cost
+        return self._below if self._best is None else min(self._below, (1 - self._worth) * self._best.cost)
 
-    def _solve(self, costs: StepCosts) -> None:
+    def _solve(self, entry: _Entry) -> None:
+        limit = self._limit
         try:
-            solution = self._solve_kind(costs, self._limit)
+            solution = self._solve_kind(entry.costs, limit)
         except DoesNotFitError as error:
             self._errors.append(error)
             return
-        if solution is not None and (self._best is None or solution.cost < self._best.cost):
-            self._best, solution = solution, self._best
         if solution is not None:
+            self._add(solution)
+        else:
+            self._excluded.append(replace(entry, level=_level_of(limit), bound=max(entry.bound, limit)))
+
+    def _add(self, solution: Solution) -> None:
+        if self._best is None:
+            self._best = solution
+        elif solution.cost < self._best.cost:
+            self._others.append(self._best)
+            self._best = solution
+        else:
             self._others.append(solution)
 
     def _does_not_fit(self, jobs: tuple[PlannedJob, ...]) -> DoesNotFitError:
@@ -252,6 +305,11 @@ class _Search:
         return DoesNotFitError(
             lambda: min((error.missing for error in errors), key=lambda lacking: sum(lacking.values()))
         )
+
+
+def _level_of(bound: float) -> float:
+    """Returns a bound, rounded so that nearly equal ones are equal."""
+    return math.floor(math.log(bound) / _EQUAL) if bound > 0 else -math.inf
 
 
 def _smallest_program(base: StepCosts) -> Program:

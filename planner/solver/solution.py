@@ -40,6 +40,8 @@ _Any = TypeVar("_Any")
 _MEMORY_SAVER_PENALTY = 0.01
 # For the waits at an optimizer's slots. It is divided by their number.
 _SLOTS_PENALTY = 0.02
+# A plan's cost over its step, at most: all of the above, with two slots, and a small weight of all work.
+MOST_COST_OF_STEP = 1.05
 # Relative distance to the program's optimum that is near enough.
 _GAP = 2e-4
 # Maximum number of times that the program is solved again because the arena is larger than it counted.

@@ -117,6 +117,16 @@ class BoxPlans:
             tried = self._tried[key] = _Tried(self._searched(run, rounds, below), below)
         return tried.plan
 
+    def of_blocks(self, run: Run, rounds: Rounds) -> BoxPlan | None:
+        """Returns the plan of a box for a run of blocks, with their numbers. None: none fits.
+
+        That of `of` may be for an equal run elsewhere in the model, and name the blocks of that one.
+        """
+        plan = self.of(run, rounds)
+        if plan is None or plan.solution.costs.job.model.own in (None, frozenset(range(run.first, run.stop))):
+            return plan
+        return self._searched(run, rounds, math.inf)
+
     def _searched(self, run: Run, rounds: Rounds, below: float) -> BoxPlan | None:
         job = self.job_of(run, rounds)
         try:

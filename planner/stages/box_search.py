@@ -12,7 +12,9 @@ from windlass.planner.planning import best_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
 from windlass.planner.solver import DoesNotFitError, group_sizes
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
+from windlass.planner.stages.lacking import lacks_with_all
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
+from windlass.planner.stages.predicted import simulated_step_s
 from windlass.planner.stages.splits import PlannedStages, Splitter
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
@@ -22,6 +24,12 @@ _WORTH_REFINING = 1.2
 _WORTH = 1e-3
 # Maximum number of orders of kinds of boxes to try.
 _MOST_ORDERS = 24
+# Maximum number of choices of boxes to compare, if a job is to have some of them, and to plan.
+_MOST_COMPARED = 64
+_MOST_PLANNED = 32
+
+# Kinds of boxes, each with the number of its boxes.
+Choice = Sequence[tuple[BoxPlans, int]]
 
 
 class StagesError(ValueError):
@@ -31,27 +39,54 @@ class StagesError(ValueError):
 def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
     """Returns the best plan for each choice of boxes, the fastest first; of equally fast ones, that with fewest boxes.
 
-    A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out.
+    A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out. Plans
+    are chosen by the formula of `Pipeline`. Their times are then simulated, where that takes a few seconds.
 
     Raises:
         StagesError: there are several boxes, and the rate of a network card is not known, or the model cannot be
             divided.
     """
-    shapes = KeptShapes()
-    return best_plans(
-        [
-            BoxPlans(
-                kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes))
-            )
-            for kind in kinds
-        ]
-    )
+    boxes = _plans_of(kinds)
+    # Blocks are measured for jobs that fit only, because that takes up to a minute.
+    if any(each.kind.question.measures for each in boxes) and not best_plans(_plans_of(kinds, measures=False)):
+        return []
+    return best_plans(boxes, simulates=True)
 
 
-def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None) -> list[StagesReport]:
+def what_boxes_lack(kinds: Sequence[BoxKind]) -> list[str]:
+    """Returns sentences that tell what each box lacks if the job is on all of them. Empty: it is close to their memory.
+
+    Raises:
+        StagesError: as `plans_over_boxes`.
+    """
+    boxes = _plans_of(kinds, measures=False)
+    number = sum(each.kind.number for each in boxes)
+    _check(boxes, number)
+    names = [
+        each.kind.name if each.kind.number == 1 else f"{each.kind.name} {place}"
+        for each in boxes
+        for place in range(1, each.kind.number + 1)
+    ]
+    lacks = lacks_with_all([(each, each.kind.number) for each in boxes], boxes[0].profiles.layout)
+    return [lack.in_words(names[lack.box]) for lack in lacks]
+
+
+def _plans_of(kinds: Sequence[BoxKind], *, measures: bool = True) -> list[BoxPlans]:
+    """Returns empty plans of boxes, without measured times unless `measures`."""
+    shapes, plans = KeptShapes(), []
+    for kind in kinds:
+        question = replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes)
+        profiles = Profiles(question)
+        plans.append(BoxPlans(kind=kind, profiles=profiles if measures else profiles.unmeasured()))
+    return plans
+
+
+def best_plans(
+    boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None, simulates: bool = False
+) -> list[StagesReport]:
     """Does the same as `plans_over_boxes`, and keeps the plans of single boxes for further calls.
 
-    `numbers`: of boxes to plan; None: all.
+    `numbers`: of boxes to plan; None: all. `simulates`: the times are simulated.
     """
     if sum(each.kind.number for each in boxes) > 1:
         _check(boxes, 1)  # choices of more boxes than layers are left out
@@ -63,17 +98,45 @@ def best_plans(boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = N
         best = _best_of(chosen, found[-1].rounds if found else None) if sum(choice) > 1 else _best_of_one(chosen[0][0])
         if best is not None:
             found.append(best)
-    return [report_of_stages(planned) for planned in sorted(found, key=lambda each: (each.step_s, len(each.boxes)))]
+    reports = [report_of_stages(each, simulated_step_s(each) if simulates else None) for each in found]
+    return sorted(reports, key=lambda each: (each.step_s, len(each.boxes)))
 
 
-def best_over_all(boxes: Sequence[BoxPlans]) -> PlannedStages | None:
-    """Returns the best plan with all boxes, of which one of the first kind comes first, or None if nothing fits.
+def choices_of(boxes: Sequence[BoxPlans], number: int) -> list[Choice]:
+    """Returns the choices of so many boxes, one of the first kind among them. There are `_MOST_COMPARED` at most.
+
+    Those are first that may have the shortest step, by a lower bound.
 
     Raises:
         StagesError: as `plans_over_boxes`, or there are more boxes than layers.
     """
-    _check(boxes, sum(each.kind.number for each in boxes))
-    return _best_of([(each, each.kind.number) for each in boxes], None, leads=True)
+    _check(boxes, number)
+    choices = []
+    for numbers in itertools.islice(_numbers_of(boxes, number), _MOST_COMPARED):
+        choice = [(each, number) for each, number in zip(boxes, numbers, strict=True) if number]
+        choices.append((_rounds_by_bound(choice, None)[0][0], choice))
+    return [choice for _, choice in sorted(choices, key=lambda each: each[0])]
+
+
+def best_of_choices(choices: Sequence[Choice]) -> PlannedStages | None:
+    """Returns the best plan with one of these choices, a box of its first kind first, or None if nothing fits.
+
+    Of many choices, the first `_MOST_PLANNED` are planned.
+    """
+    best: PlannedStages | None = None
+    for choice in choices[:_MOST_PLANNED]:
+        below, likely = (math.inf, None) if best is None else ((1 - _WORTH) * best.step_s, best.rounds)
+        best = _best_of(choice, likely, leads=True, below=below) or best
+    return best
+
+
+def _numbers_of(boxes: Sequence[BoxPlans], number: int, *, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yields the numbers of boxes of each kind that are so many together, at least `least` of the first kind."""
+    if not boxes:
+        yield from [()] if number == 0 else []
+        return
+    for first in range(min(boxes[0].kind.number, number), least - 1, -1):
+        yield from ((first, *others) for others in _numbers_of(boxes[1:], number - first, least=0))
 
 
 def check_division(layout: ModelLayout, num_boxes: int, num_ranks: int) -> None:
@@ -130,29 +193,31 @@ def _best_of_one(box: BoxPlans) -> PlannedStages | None:
 
 
 def _best_of(
-    chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *, leads: bool = False
+    chosen: Choice, likely: Rounds | None, *, leads: bool = False, below: float = math.inf
 ) -> PlannedStages | None:
     """Returns the best plan for a number of boxes of each kind, all of whose boxes agree.
 
     `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
-    box of the first kind comes first.
+    box of the first kind comes first. `below`: only plans with a shorter step count.
     """
-    best = search_free(chosen, likely, leads=leads)
+    best = search_free(chosen, likely, leads=leads, below=below)
     if best is None or agree(best.plans):
         return best
     alike = [
-        search_free(list(zip(boxes, (number for _, number in chosen), strict=True)), best.rounds, leads=leads)
+        search_free(
+            list(zip(boxes, (number for _, number in chosen), strict=True)), best.rounds, leads=leads, below=below
+        )
         for boxes in zip(*(each.alike for each, _ in chosen), strict=True)
     ]
     return min((each for each in alike if each is not None), key=lambda each: each.step_s, default=None)
 
 
-def search_free(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *, leads: bool) -> PlannedStages | None:
+def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: float = math.inf) -> PlannedStages | None:
     """Does the same as `_best_of`, for boxes that need not agree."""
     best: PlannedStages | None = None
     for bound, rounds in _rounds_by_bound(chosen, likely):
         for sequence in orders_of_boxes(chosen, leads=leads):
-            below = math.inf if best is None else (1 - _WORTH) * best.step_s
+            below = below if best is None else (1 - _WORTH) * best.step_s
             if bound >= below or len(sequence) > len(sequence[0].job(rounds).model.layers):
                 continue
             splitter = Splitter(
@@ -165,10 +230,10 @@ def search_free(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None, *
             is_same = best is not None and all(one is other for one, other in zip(best.boxes, sequence, strict=True))
             known = best.division if best is not None and is_same else None
             best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
-    return best
+    return None if best is None else best.with_own_blocks()
 
 
-def orders_of_boxes(chosen: Sequence[tuple[BoxPlans, int]], *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:
+def orders_of_boxes(chosen: Choice, *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:
     """Yields the orders of the boxes to try. Boxes of a kind follow each other, but for a first one that leads.
 
     Earlier stages hold more activations, so of many orders those with large devices first are tried.
@@ -181,7 +246,7 @@ def orders_of_boxes(chosen: Sequence[tuple[BoxPlans, int]], *, leads: bool) -> I
         yield (*lead, *(boxes for boxes, number in order for _ in range(number)))
 
 
-def _rounds_by_bound(chosen: Sequence[tuple[BoxPlans, int]], likely: Rounds | None) -> list[tuple[float, Rounds]]:
+def _rounds_by_bound(chosen: Choice, likely: Rounds | None) -> list[tuple[float, Rounds]]:
     """Returns all divisions of a step with lower bounds of the step time, the smallest bound first after `likely`."""
     bounds = []
     num_boxes = sum(number for _, number in chosen)

@@ -4,17 +4,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.amounts import GB
+from windlass.amounts import GB, GIB
 from windlass.engine.data import DatasetError
 from windlass.engine.model import ModelLayout
+from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import Hardware
 from windlass.planner.planning import question_of
 from windlass.planner.profiling import FolderConfig
 from windlass.planner.question import JobPlan, KeptShapes, Profiles
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Run
-from windlass.planner.stages.box_search import best_over_all, check_division
-from windlass.planner.stages.even_stages import even_division, even_stages
-from windlass.planner.stages.lacking import lacks_of
+from windlass.planner.stages.box_search import best_of_choices, check_division, choices_of
+from windlass.planner.stages.even_stages import even_stages
+from windlass.planner.stages.lacking import Lack, lacks_with_all
+from windlass.planner.stages.predicted import simulated_step_s
 from windlass.planner.stages.splits import PlannedStages
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.planner.stages.stages_report import report_of_box
@@ -22,6 +24,11 @@ from windlass.planner.stages.stages_request import RequestedBox, StagesRequest
 
 # The rate that a network is assumed to have if it is not known, in bytes per second each way: 1 Gbit/s.
 ASSUMED_NETWORK_BYTES_PER_S = 125e6
+# Boxes whose free space on SSDs differs by at most this share are planned as equal, with the least of them.
+_ALIKE_SHARE = 1 / 16
+# Bytes of SSD for each param that are more than a job's states and gradients ever need.
+_ENOUGH_NBYTES_OF_PARAM = 64
+_LEAST_CAPACITY_GIB = 1.0  # that a profile may have
 
 
 class StagesDoNotFitError(Exception):
@@ -29,9 +36,10 @@ class StagesDoNotFitError(Exception):
 
 
 def plan_stages(request: StagesRequest, kept_shapes: KeptShapes | None = None) -> StagesPlan:
-    """Plans a job over all boxes of the request, the first of which gets the first blocks.
+    """Plans a job over the boxes of the request, the first of which gets the first blocks.
 
-    If a box was not measured, or the model cannot be planned by shapes alone, the plan is that of `even_stages`.
+    If the job is to have some of them, they are those with the shortest step by prediction. If there are too few boxes
+    that were measured, or the model cannot be planned by shapes alone, the plan is that of `even_stages`.
     `kept_shapes`: of earlier plans in this process.
 
     Raises:
@@ -40,56 +48,94 @@ def plan_stages(request: StagesRequest, kept_shapes: KeptShapes | None = None) -
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
     """
     layout = ModelLayout.from_json(request.layout_file.read_text())
-    check_division(layout, len(request.boxes), 1 if request.chooses_ranks else request.num_ranks)
-    unmeasured = [box.name for box in request.boxes if box.hardware is None]
-    if unmeasured:
+    check_division(layout, request.number, 1 if request.chooses_ranks else request.num_ranks)
+    first, *others = request.boxes
+    measured = tuple(box for box in request.boxes if box.hardware is not None)
+    if first.hardware is None or len(measured) < request.number:
+        # Measured ones first, which are known to be boxes that can train.
+        others.sort(key=lambda box: box.hardware is None)
+        request = replace(request, boxes=(first, *others[: request.number - 1]), num_boxes=None)
+        unmeasured = [box.name for box in request.boxes if box.hardware is None]
         are = "was not measured" if len(unmeasured) == 1 else "were not measured"
         why = f"{' and '.join(unmeasured)} {are}: run `windlass doctor` there for a plan by its rates"
         return even_stages(request, layout, [f"the layers are divided evenly, because {why}"])
     try:
-        return _planned(request, layout, kept_shapes or KeptShapes())
+        return _planned(replace(request, boxes=measured, num_boxes=request.number), layout, kept_shapes or KeptShapes())
     except (DatasetError, RuntimeError, MemoryError) as error:
         # For example, operators whose output shapes depend on the data.
         why = f"no plan could be made: {type(error).__name__}: {error}"
+        request = replace(request, boxes=measured[: request.number], num_boxes=None)
         return even_stages(request, layout, [f"the layers are divided evenly, because {why}"])
 
 
 def _planned(request: StagesRequest, layout: ModelLayout, kept_shapes: KeptShapes) -> StagesPlan:
-    groups, config = _equal_boxes(request.boxes), FolderConfig.read(request.model_dir)
+    enough_nbytes = _ENOUGH_NBYTES_OF_PARAM * sum(block.numel for block in layout.blocks)
+    groups, config = _equal_boxes(request.boxes, enough_nbytes), FolderConfig.read(request.model_dir)
     boxes = []
     for group in groups:
-        hardware = _with_network(request, group[0])
+        hardware = _with_network(request, _with_room(group))
         question = replace(question_of(request.on(group[0], hardware), config), kept_shapes=kept_shapes)
         kind = BoxKind(name=group[0].name, number=len(group), question=question)
         boxes.append(BoxPlans(kind=kind, profiles=Profiles(question)))
-    planned = best_over_all(boxes)
+    choices, lacks = choices_of(boxes, request.number), list[Sequence[Lack]]()
+    if len(choices) > 1:
+        # Those that lack nothing first; the sort keeps their order.
+        by_lack = sorted(
+            ((lacks_with_all(choice, layout), choice) for choice in choices), key=lambda each: _nbytes(each[0])
+        )
+        lacks, choices = [lack for lack, _ in by_lack], [choice for _, choice in by_lack]
+    planned = best_of_choices(choices)
     if planned is None:
-        by_name = {box.name: plans for plans, group in zip(boxes, groups, strict=True) for box in group}
-        plans_in_order = [by_name[box.name] for box in request.boxes]
-        raise StagesDoNotFitError(_lacks_in_words(request.boxes, plans_in_order, layout))
+        least = lacks[0] if lacks else lacks_with_all(choices[0], layout)
+        of_kinds = {group[0].name: group for group in groups}
+        names = [box.name for plans, number in choices[0] for box in of_kinds[plans.kind.name][:number]]
+        raise StagesDoNotFitError(_lacks_in_words(least, names, is_closest=len(choices) > 1))
     left = {group[0].name: deque(group) for group in groups}
     in_order = [left[plans.kind.name].popleft() for plans in planned.boxes]
     return _plan_of(planned, in_order, notes=_notes(request))
 
 
-def _equal_boxes(boxes: Sequence[RequestedBox]) -> list[list[RequestedBox]]:
-    """Groups boxes that differ in their names only, which share plans. The first group begins with the first box."""
+def _equal_boxes(boxes: Sequence[RequestedBox], enough_nbytes: int) -> list[list[RequestedBox]]:
+    """Groups boxes that share plans. The first group begins with the first box.
+
+    They differ in their names only, and in the space on their SSDs if it is nearly the same, or more than enough.
+    """
     groups: list[list[RequestedBox]] = []
     for box in boxes:
-        group = next((group for group in groups if replace(group[0], name=box.name) == box), None)
-        if group is None:
-            groups.append([box])
+        for group in groups:
+            if replace(group[0], name=box.name, ssd_nbytes=box.ssd_nbytes) == box and _alike(
+                group[0].ssd_nbytes, box.ssd_nbytes, enough_nbytes
+            ):
+                group.append(box)
+                break
         else:
-            group.append(box)
+            groups.append([box])
     return groups
 
 
-def _with_network(request: StagesRequest, box: RequestedBox) -> Hardware:
-    assert box.hardware is not None, "all boxes were measured"
+def _alike(one: int | None, other: int | None, enough: int) -> bool:
+    """Returns whether boxes with so much space on their SSDs share plans. None: as their equal hardware says."""
+    if one is None or other is None:
+        return one is other
+    least, most = sorted((one, other))
+    return least >= enough or most <= (1 + _ALIKE_SHARE) * least
+
+
+def _with_room(group: Sequence[RequestedBox]) -> Hardware:
+    """Returns the hardware of equal boxes with the space that is free on the SSDs of each."""
+    hardware, free = group[0].hardware, [box.ssd_nbytes for box in group if box.ssd_nbytes is not None]
+    assert hardware is not None, "all boxes were measured"
+    if not free or not hardware.ssds.count:
+        return hardware
+    capacity_gib = max(_LEAST_CAPACITY_GIB, min(free) / hardware.ssds.count / GIB)
+    return with_part(hardware, ssds=with_part(hardware.ssds, capacity_gib=capacity_gib))
+
+
+def _with_network(request: StagesRequest, hardware: Hardware) -> Hardware:
     rate = request.network_bytes_per_s
-    if rate is None and box.hardware.network_gb_per_s is not None:
-        return box.hardware
-    return box.hardware.model_copy(update={"network_gb_per_s": (rate or ASSUMED_NETWORK_BYTES_PER_S) / GB})
+    if rate is None and hardware.network_gb_per_s is not None:
+        return hardware
+    return hardware.model_copy(update={"network_gb_per_s": (rate or ASSUMED_NETWORK_BYTES_PER_S) / GB})
 
 
 def _notes(request: StagesRequest) -> list[str]:
@@ -107,7 +153,7 @@ def _plan_of(planned: PlannedStages, boxes: Sequence[RequestedBox], *, notes: Se
         num_ranks=planned.rounds.num_ranks,
         num_microbatches=planned.rounds.num_microbatches,
         update_order=planned.plans[0].solution.costs.job.update_order,
-        step_s=planned.step_s,
+        step_s=simulated_step_s(planned) or planned.step_s,
         stages=tuple(
             _stage_of(box, run, plan, commit_every)
             for box, run, plan in zip(boxes, planned.runs, planned.plans, strict=True)
@@ -137,9 +183,15 @@ def _stage_of(box: RequestedBox, run: Run, plan: BoxPlan, commit_every: int) -> 
     )
 
 
-def _lacks_in_words(boxes: Sequence[RequestedBox], plans: Sequence[BoxPlans], layout: ModelLayout) -> str:
-    even = even_division([block.numel for block in layout.blocks], len(boxes))
-    lacks = [lack.in_words(boxes[lack.box].name) for lack in lacks_of(plans, even)]
+def _nbytes(lacks: Sequence[Lack]) -> int:
+    return sum(lack.nbytes for lack in lacks)
+
+
+def _lacks_in_words(lacks: Sequence[Lack], names: Sequence[str], *, is_closest: bool) -> str:
+    """Tells what boxes lack. `is_closest`: they lack least of several choices of boxes."""
     if not lacks:
-        return "no plan over these boxes was found, and it is close to their memory: add memory, or one more box"
-    return f"the job does not fit these boxes. {'. '.join(lack[0].upper() + lack[1:] for lack in lacks)}"
+        these = f"the boxes {', '.join(names)}" if is_closest else "these boxes"
+        return f"no plan over {these} was found, and it is close to their memory: add memory, or one more box"
+    told = [lack.in_words(names[lack.box]) for lack in lacks]
+    closest = f", of any {len(names)}: {', '.join(names)} lack least" if is_closest else ""
+    return f"the job does not fit these boxes{closest}. {'. '.join(lack[0].upper() + lack[1:] for lack in told)}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import (
     LeastMemory,
     Shortfall,
@@ -13,6 +14,7 @@ from windlass.planner.feasibility import (
 )
 from windlass.planner.solver import largest
 from windlass.planner.stages.box_plans import BoxPlans, Rounds, Run
+from windlass.planner.stages.even_stages import even_division
 from windlass.planner.stages.splits import Division, run_of, run_with
 
 
@@ -34,6 +36,12 @@ class Lack:
         """Tells what the box lacks, which has this name."""
         blocks = f"blocks {self.run.first} to {self.run.stop - 1}"
         return f"with {blocks}, box {name} lacks {self.shortfall.amounts_in_words()}"
+
+
+def lacks_with_all(boxes: Sequence[tuple[BoxPlans, int]], layout: ModelLayout) -> list[Lack]:
+    """Returns what boxes lack, so many of each kind. It matters little which of them is where."""
+    each = [plans for plans, number in boxes for _ in range(number)]
+    return lacks_of(each, even_division([block.numel for block in layout.blocks], len(each)))
 
 
 def lacks_of(boxes: Sequence[BoxPlans], even: Division) -> list[Lack]:

@@ -120,13 +120,23 @@ class Pipeline:
     def _return_period_s(self, rounds_s: Sequence[float]) -> float:
         """Returns the time between rounds that follows from the number of rounds in flight.
 
-        Stage b of N begins N - b rounds before the first one has come back from the later stages.
+        Stage b of N begins N - b rounds before the first one has come back from the later stages. Meanwhile a network
+        card between two other boxes also moves other rounds: for a share x / period of the time of a crossing, which
+        takes x alone. Then both have half of its rate.
         """
-        period_s, return_s = 0.0, 0.0
+        period_s, return_s, shared_s2 = 0.0, 0.0, 0.0
         for num_in_flight, round_s in enumerate(reversed(rounds_s), start=1):
-            return_s += round_s + (2 * self.crossings_s[1 - num_in_flight] if num_in_flight > 1 else 0.0)
+            return_s += round_s
+            if num_in_flight > 1:
+                crossing_s = self.crossings_s[1 - num_in_flight]
+                return_s += 2 * crossing_s
+                if len(rounds_s) > 2:
+                    shared_s2 += 2 * crossing_s * crossing_s
             if self.num_rounds > num_in_flight:
-                period_s = max(period_s, return_s / num_in_flight)
+                # The period p is (return_s + shared_s2 / p) / num_in_flight.
+                alone_s = return_s / num_in_flight
+                shared_period_s = (alone_s + math.sqrt(alone_s**2 + 4 * shared_s2 / num_in_flight)) / 2
+                period_s = max(period_s, shared_period_s)
         return period_s
 
     @property

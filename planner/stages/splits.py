@@ -40,6 +40,17 @@ class PlannedStages:
         """The blocks of each box."""
         return tuple(run_of(self.division, box) for box in range(len(self.division)))
 
+    def with_own_blocks(self) -> "PlannedStages | None":
+        """Returns the same division, in which the plan of each box names its own blocks. None: a box has no such plan.
+
+        While divisions are compared, equal runs of layers share a plan.
+        """
+        pairs = zip(self.boxes, self.runs, strict=True)
+        plans = tuple(plan for box, run in pairs if (plan := box.of_blocks(run, self.rounds)) is not None)
+        if len(plans) < len(self.boxes):
+            return None
+        return replace(self, plans=plans, pipeline=replace(self.pipeline, stages=tuple(plan.times for plan in plans)))
+
 
 def run_of(division: Division, box: int) -> Run:
     """Returns the blocks of a box. The first box has the embedding, too, and the last one the head."""

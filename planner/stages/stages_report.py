@@ -40,7 +40,9 @@ class BoxReport:
 class StagesReport:
     """A plan over one box or several, by the cost model. GB are 10^9 bytes."""
 
-    step_s: float
+    step_s: float  # simulated if `is_simulated`, else by the formula
+    formula_step_s: float
+    is_simulated: bool
     tokens_per_s: float
     bound_by: str
     waiting_share: float  # of a step, in which the busiest box waits
@@ -53,16 +55,19 @@ class StagesReport:
     boxes: tuple[BoxReport, ...]
 
 
-def report_of_stages(planned: PlannedStages) -> StagesReport:
-    """Reports a plan."""
+def report_of_stages(planned: PlannedStages, simulated_s: float | None = None) -> StagesReport:
+    """Reports a plan. `simulated_s`: its step time by simulation; None: it was not simulated."""
+    step_s = planned.step_s if simulated_s is None else simulated_s
     pipeline, rounds = planned.pipeline, planned.rounds
     job = planned.boxes[0].job(rounds)
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
     return StagesReport(
-        step_s=planned.step_s,
-        tokens_per_s=num_tokens / planned.step_s,
+        step_s=step_s,
+        formula_step_s=planned.step_s,
+        is_simulated=simulated_s is not None,
+        tokens_per_s=num_tokens / step_s,
         bound_by=_bound_in_words(planned),
-        waiting_share=pipeline.waiting_share,
+        waiting_share=max(0.0, 1 - pipeline.parts_s[Limit.BOX] / step_s),
         gpus=rounds.num_ranks,
         num_microbatches=rounds.num_microbatches,
         group_size=rounds.group_size,

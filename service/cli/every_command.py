@@ -22,6 +22,7 @@ _COMMANDS = (
     cli_jobs.submit,
     cli_jobs.jobs,
     cli_jobs.show,
+    cli_jobs.timeline,
     cli_jobs.logs,
     cli_jobs.pause,
     cli_jobs.resume,

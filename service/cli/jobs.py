@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from datetime import datetime
 from enum import StrEnum
@@ -29,10 +30,14 @@ from windlass.service.cli.arguments import (
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
 from windlass.service.cli.service import Home
+from windlass.service.cli.step_timeline import boxes_in_words, print_trace
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, Settings, load_settings, open_client
+from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import ApiError, did_you_mean, model_dir, models_in, near_names
 from windlass.storage.ids import Precision, StatePrecision
+
+_NUMBER = re.compile(r"[-+]?[0-9]+([.][0-9]*)?")
 
 
 def _words(help_: str, words: type[StrEnum], *more: str) -> Any:
@@ -62,7 +67,10 @@ def submit(
     box: Annotated[str | None, typer.Option(help="The box to run on; else the one where the job ends first.")] = None,
     boxes: Annotated[
         str | None,
-        typer.Option(help="Share the job's blocks among several boxes: their number, or names such as head,attic."),
+        typer.Option(
+            help="Share the job's blocks among several boxes: their number, or names such as head,attic. The head is "
+            "always one of them."
+        ),
     ] = None,
     suffix: Annotated[str | None, typer.Option(help="A part of the new model's name.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the order of examples and for dropout.")] = None,
@@ -102,10 +110,19 @@ def submit(
 
 
 def _parse_boxes(text: str | None) -> int | list[str] | None:
-    """Returns a number of boxes, or their names."""
+    """Returns a number of boxes, or their names. Raises CommandError if it is neither."""
     if text is None:
         return None
-    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+    if text.isdecimal():
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        raise CommandError(f"--boxes: {text} is no number of boxes; give 2 or more, or names such as head,attic")
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise CommandError(f"--boxes: a name is empty in {text!r}; give names such as head,attic")
+    if len(names) == 1:
+        raise CommandError(f"--boxes: {text} is one box; name all, such as head,{text}, or give --box {text}")
+    return names
 
 
 def jobs(home: Home = None) -> None:
@@ -114,7 +131,7 @@ def jobs(home: Home = None) -> None:
         rows = client.jobs()
     waits = any(job["windlass"]["waiting_reason"] for job in rows)
     named = any(job["suffix"] for job in rows)  # a job's suffix appears nowhere else until the job has ended
-    placed = len({_box_of(job) for job in rows}) > 1
+    placed = any(_box_of(job) not in ("", HEAD_NAME) for job in rows)
     names = ("job", *(("suffix",) if named else ()), *(("box",) if placed else ()))
     header = (*names, "status", "model", "step", "created", "fine-tuned model")
     table: list[tuple[object, ...]] = [(*header, *(("waiting for",) if waits else ()))]
@@ -148,7 +165,7 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "model": found["model"],
         "box": _box_of(found) or None,
         "GPUs": gpus_in_words(extra),
-        "GPUs busy": busy_gpus_in_words(extra["last_metrics"]),
+        **_busy(extra["last_metrics"]),
         "fine-tuned model": found["fine_tuned_model"],
         "step": f"{extra['step']} of {extra['total_steps']}" if extra["total_steps"] else None,
         "last metrics": metrics[-1]["message"] if metrics else None,
@@ -165,6 +182,31 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         "hyperparameters": json.dumps(extra["hyperparameters"] or found["hyperparameters"]),
     }
     print_columns([(name, value) for name, value in rows.items() if value not in (None, "")])
+
+
+def _busy(metrics: dict[str, Any] | None) -> dict[str, str | None]:
+    """Describes the last step of a job on several GPUs or boxes."""
+    of_boxes = boxes_in_words((metrics or {}).get("timeline"))
+    return dict(of_boxes) if of_boxes else {"GPUs busy": busy_gpus_in_words(metrics)}
+
+
+def timeline(
+    job: Annotated[str, typer.Argument(help="The job's id.")],
+    step: Annotated[int | None, typer.Option(min=1, help="One of the last steps; the last one without it.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the step's trace for ui.perfetto.dev to this file.")] = None,
+    home: Home = None,
+) -> None:
+    """Draw when each resource worked in a step, by box, and say which box held up others."""
+    with client_for_job(home, job) as client:
+        found = client.timeline(job, step)
+    if trace is None:
+        print_trace(found, num_columns=shutil.get_terminal_size((100, 24)).columns)
+        return
+    try:
+        trace.write_text(json.dumps(found))
+    except OSError as error:
+        raise CommandError(f"--trace {trace}: {error}") from error
+    print(trace)
 
 
 def _named_file(client: ServiceClient, file_id: str | None) -> str | None:
@@ -184,9 +226,10 @@ def _finish(job: dict[str, Any]) -> str | None:
 
 
 def _box_of(job: dict[str, Any]) -> str:
-    """Returns the box of a job, or all of them."""
+    """Returns the box of a job, or all of them, or their number while they are not chosen."""
     extra = job["windlass"]
-    return ", ".join(extra.get("boxes") or ()) or extra.get("box") or ""
+    asked = extra["settings"].get("boxes")
+    return ", ".join(extra.get("boxes") or ()) or (f"{asked} boxes" if asked else extra.get("box") or "")
 
 
 def _occupies(client: ServiceClient, job: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from windlass.storage.integrity import StoreError, StoreMissing
 from windlass.storage.memory import remove_leftovers
 from windlass.storage.sql import Job
 from windlass.storage.ssd import Volume, has_volume
-from windlass.storage.store import TensorStore, last_attempt
+from windlass.storage.store import TensorStore, last_attempt, spaces_in
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -30,7 +30,7 @@ def output_dir(settings: Settings, job: Job) -> Path:
 
 def jobs_with_states(settings: Settings) -> set[JobId]:
     """Returns the jobs that hold space on an SSD."""
-    return {job for allocations in _on_each_volume(settings, Volume.allocations) for job in allocations}
+    return {job for jobs in _on_each_volume(settings, spaces_in) for job in jobs}
 
 
 def states_nbytes(settings: Settings) -> dict[str, int]:
@@ -46,7 +46,7 @@ def last_attempts(settings: Settings) -> dict[str, int]:
     """Returns the last attempt of each job with states on the present SSDs, as the states record it."""
     found: dict[str, int] = {}
     for known in _on_each_volume(
-        settings, lambda volume: {job: last_attempt(volume, job) for job in volume.allocations()}
+        settings, lambda volume: {job: last_attempt(volume, job) for job in spaces_in(volume)}
     ):
         for job, attempt in known.items():
             found[job] = max(found.get(job, 0), attempt or 0)
@@ -104,8 +104,9 @@ def _on_each_volume(
 
 
 def _held_nbytes(volume: Volume) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for job in volume.allocations():
-        with suppress(StoreMissing):  # freed meanwhile
-            held[job] = volume.held_nbytes(job)
+    held: Counter[str] = Counter()
+    for job, spaces in spaces_in(volume).items():
+        for space in spaces.values():
+            with suppress(StoreMissing):  # freed meanwhile
+                held[job] += volume.held_nbytes(space.job)
     return held

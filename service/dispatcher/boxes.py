@@ -8,6 +8,9 @@ from typing import Any
 import windlass
 from windlass.planner.stages import StagePlan
 from windlass.service.dispatcher.placement import (
+    BUFFERS,
+    DEVICES,
+    HOST_MEMORY,
     BoxState,
     Demand,
     Fleet,
@@ -27,6 +30,9 @@ from windlass.storage.sql.repositories import PartState
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
+# Jobs over several boxes for which boxes may be reserved.
+_HOLDING = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
+_UNREADABLE = "has told facts of itself that this release of windlass cannot read: install the same release there"
 
 
 class Boxes:
@@ -41,7 +47,9 @@ class Boxes:
         self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
         self._stages: dict[str, Mapping[str, StagePlan]] = {}  # plans over several boxes, by job and box
-        self._chosen: dict[str, Sequence[str]] = {}  # boxes for jobs that ask for a number of them
+        # The other boxes of jobs that ask for a number of them: those last chosen, and those that a plan has chosen.
+        self._chosen: dict[str, Sequence[str]] = {}
+        self._planned: dict[str, Sequence[str]] = {}
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
 
@@ -93,6 +101,7 @@ class Boxes:
         """Forgets the plans of jobs that neither wait nor are on a box."""
         held = {job.id for job in self.holders}
         self._chosen = {job_id: names for job_id, names in self._chosen.items() if job_id in job_ids}
+        self._planned = {job_id: names for job_id, names in self._planned.items() if job_id in job_ids}
         self._stages = {job_id: plan for job_id, plan in self._stages.items() if job_id in job_ids}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
@@ -108,18 +117,26 @@ class Boxes:
         """The jobs that were given to boxes, and are neither paused nor finished."""
         return [job for box in self.by_name.values() for job in box.holders]
 
-    def states(self, *, highest: int) -> Sequence[BoxState]:
-        """Returns the boxes as the policy sees them. `highest`: the priority of the first job in the queue."""
+    def states(self, *, highest: int, may_leave_now: Callable[[Job], bool]) -> Sequence[BoxState]:
+        """Returns the boxes as the policy sees them.
+
+        `highest`: the priority of the first job in the queue. `may_leave_now`: whether a job of this home may be paused
+        at once.
+        """
         states = []
         for box in self.by_name.values():
             demands = {job.id: self._demand(job, box) for job in box.holders}
+            reserved_for = self._reserved_for(box)
             states.append(
                 BoxState(
                     name=box.name,
                     has=box.capacity.has(box.resources, demands.keys()),
                     holders=[
-                        *(_holder(job, box, demands[job.id], highest=highest) for job in box.holders),
-                        *(self._whole_holder(job, box) for job in box.spread),
+                        *(
+                            _holder(job, box, demands[job.id], highest=highest, reserved_for=reserved_for)
+                            for job in box.holders
+                        ),
+                        *(self._whole_holder(job, box, may_leave_now) for job in box.spread),
                     ],
                     left_s=self._left_s(box),
                     is_open=box.why_closed is None,
@@ -167,18 +184,20 @@ class Boxes:
         """Returns the other boxes of a job over several boxes, or why they are not all there.
 
         They are those that have its parts; before, those that it asks for. If it asks for a number, they are those
-        with the fewest jobs, and stay the same until one of them is closed.
+        with the fewest jobs, or those that its plan has chosen.
         """
         by_node = {box.node: box for box in self.by_name.values()}
         if parts := self.parts_of(job.id):
             found = [by_node[part.node] for part in parts if part.node in by_node]
-            if len(found) < len(parts):
-                return found, "a box that has a part of its states was removed; `windlass restart` begins it again"
-            return found, _why_away(found)
+            lost = [self._why_lost(part.node) for part in parts if part.node not in by_node]
+            return found, "; ".join(lost) or _why_away(found)
         asked = self._settings_of(job).boxes
         assert asked is not None, "it asks for several boxes"
         if isinstance(asked, list):
             names = [name for name in asked if name != HEAD_NAME]
+            unreadable = {self._fleet.names[node] for node in self._fleet.unreadable}
+            if unreadable := unreadable.intersection(names):
+                return (), "; ".join(f"box {name} {_UNREADABLE}" for name in sorted(unreadable))
             if unknown := [name for name in names if name not in self.by_name]:
                 return (), f"{told_boxes(unknown)}, which it asks for, {'has' if len(unknown) == 1 else 'have'} left"
             found = [self.by_name[name] for name in names]
@@ -189,15 +208,35 @@ class Boxes:
         closed = [f"box {box.name} {why}" for box in found if (why := self.why_no_part(box)) is not None]
         return found, "; ".join(closed) or None
 
+    def _why_lost(self, node: str) -> str:
+        """Returns why a box cannot be used that has a part of a job."""
+        name = self._fleet.names.get(node)
+        if node in self._fleet.unreadable:
+            return f"box {name}, which has a part of it, {_UNREADABLE}"
+        box = "a box" if name is None else f"box {name}"
+        return f"{box} that has a part of its states was removed; `windlass restart` begins it again"
+
     def is_draining(self, job: Job) -> bool:
         """Returns whether a box that has a part of a job is being drained, so that its attempt ends at a commit."""
         nodes = {part.node for part in self.parts_of(job.id)}
         return any(box.is_draining for box in self.by_name.values() if box.node in nodes)
 
-    def has_lost_a_box(self, job: Job) -> bool:
-        """Returns whether a box that has a part of a job was removed, so that its attempt ends at once."""
+    def why_over(self, job: Job) -> str | None:
+        """Returns why the attempt of a running job over several boxes ends at once, or None.
+
+        A box was removed, or could not begin its part. The others would wait for it until their links give up.
+        """
         removed = {box.node for box in self._fleet.absent if box.state == BoxRowState.REMOVED.value}
-        return any(part.node in removed for part in self.parts_of(job.id))
+        # The first record of an attempt is written once all boxes are connected.
+        has_begun = job.journal_attempt >= job.attempt
+        for part in self.parts_of(job.id):
+            box = f"box {self._fleet.names.get(part.node)}"
+            if part.node in removed:
+                return f"{box}, which has a part of it, was removed"
+            if part.served == job.attempt and part.state == PartState.READY.value and not has_begun:
+                why = part.told or "its processes ended; its log has the reason"
+                return f"{box} could not begin its part of it: {why}"
+        return None
 
     def why_not_ready(self, job: Job) -> tuple[str | None, bool]:
         """Returns why an attempt of a job cannot begin yet on the boxes that have its parts, or None.
@@ -231,18 +270,46 @@ class Boxes:
         has_told = box.facts is not None and box.facts.link_host is not None
         return None if has_told else "has not told its address for other boxes"
 
+    def pools_of(self, job: Job, boxes: Sequence[JoinedBox]) -> Sequence[Sequence[JoinedBox]]:
+        """Returns the boxes of which the plan of a job may choose its other ones: `boxes`, if it asks for them by name.
+
+        Else they are first those on which no job is, and, if it fits none of these, all that are open.
+        """
+        if isinstance(self._settings_of(job).boxes, list):
+            return [boxes]
+        taken, fit = self._taken_by_others(job), self._boxes_for_parts(job)
+        free = [box for box in fit if box in boxes or not (box.holders or box.spread or box.name in taken)]
+        return [free] if len(free) == len(fit) else [free, fit]
+
+    def choose(self, job_id: str, names: Sequence[str]) -> None:
+        """Makes these the other boxes of a job, because its plan is for them. They stay so until one is closed."""
+        self._planned[job_id] = names
+
     def _chosen_boxes(self, job: Job, number: int) -> Sequence[JoinedBox]:
-        known = [self.by_name[name] for name in self._chosen.get(job.id, ()) if name in self.by_name]
-        if len(known) < number or any(self.why_no_part(box) for box in known):
-            taken = {name for job_id, names in self._chosen.items() if job_id != job.id for name in names}
-            least = self._settings_of(job).least_gpus
-            fitting = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
-            free = [box for box in fitting if self.why_no_part(box) is None]
-            known = sorted(free, key=lambda box: (box.name in taken, len(box.holders) + len(box.spread), box.name))[
-                :number
-            ]
-            self._chosen[job.id] = [box.name for box in known]
-        return known
+        fit = self._boxes_for_parts(job)
+        planned = [box for box in fit if box.name in self._planned.get(job.id, ())]
+        if len(planned) < number:
+            self._planned.pop(job.id, None)
+            planned = list(fit[:number])
+        self._chosen[job.id] = [box.name for box in planned]
+        return planned
+
+    def _boxes_for_parts(self, job: Job) -> Sequence[JoinedBox]:
+        """Returns the boxes that may get a part of a job, those first that may be free first."""
+        least, taken = self._settings_of(job).least_gpus, self._taken_by_others(job)
+        fit = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
+        before = self._chosen.get(job.id, ())
+
+        def place(box: JoinedBox) -> tuple[int, bool, int, bool, str]:
+            holders = [*box.holders, *box.spread]
+            num_in_the_way = sum(holder.priority <= job.priority for holder in holders)  # the others pause for it
+            return num_in_the_way, box.name in taken, len(holders), box.name not in before, box.name
+
+        return sorted((box for box in fit if self.why_no_part(box) is None), key=place)
+
+    def _taken_by_others(self, job: Job) -> Collection[str]:
+        """Returns the boxes for which other jobs over several boxes wait."""
+        return {name for job_id, names in self._chosen.items() if job_id != job.id for name in names}
 
     def whole_box(self, job: Job, box: JoinedBox) -> Option:
         """Returns the option of a job that needs all devices of a box, as a part of a job does."""
@@ -257,12 +324,28 @@ class Boxes:
             demand = replace(demand, num_devices=num_devices)
         return Option(box=box.name, needs=box.capacity.needs(job.id, demand))
 
-    def _whole_holder(self, job: Job, box: JoinedBox) -> Holder:
+    def _reserved_for(self, box: JoinedBox) -> int | None:
+        """Returns the priority of the job over several boxes for which a box begins no other job, or None."""
+        parts = (part for parts in self._fleet.parts.values() for part in parts if part.node == box.node)
+        jobs = (self._fleet.divided.get(part.job_id) for part in parts if part.attempt > part.served)
+        return min((job.priority for job in jobs if job is not None and job.status in _HOLDING), default=None)
+
+    def _whole_holder(self, job: Job, box: JoinedBox, may_leave_now: Callable[[Job], bool]) -> Holder:
         """Returns a job over several boxes that holds all of a box."""
-        is_leaving = job.status is not JobStatus.RUNNING or job.cancel_requested
-        takes = self.whole_box(job, box).needs
+        is_leaving = job.status is not JobStatus.RUNNING or job.cancel_requested or job.yields_to is not None
+        option = self.whole_box(job, box)
         return Holder(
-            job_id=job.id, takes=takes, priority=job.priority, created_at=job.created_at, is_leaving=is_leaving
+            job_id=job.id,
+            takes=option.needs,
+            keeps={
+                name: nbytes for name, nbytes in option.needs.items() if name not in (DEVICES, HOST_MEMORY, BUFFERS)
+            },
+            priority=job.priority,
+            created_at=job.created_at,
+            is_leaving=is_leaving,
+            may_be_paused=not is_leaving,
+            may_leave_now=not is_leaving and may_leave_now(job),
+            is_part=True,
         )
 
     def numbers(self, job: Job) -> Mapping[str, PlanNumbers]:
@@ -334,12 +417,15 @@ def in_short(reasons: Sequence[str]) -> Sequence[str]:
     return [*reasons[:_MAX_NAMED], f"and so on for {len(reasons) - _MAX_NAMED} more boxes"]
 
 
-def _holder(job: Job, box: JoinedBox, demand: Demand, *, highest: int) -> Holder:
+def _holder(job: Job, box: JoinedBox, demand: Demand, *, highest: int, reserved_for: int | None) -> Holder:
     is_leaving = job.status is JobStatus.PAUSING or job.cancel_requested
+    keeps = box.capacity.keeps(job.id, demand)
+    # It does not begin before the job over several boxes.
+    is_held = job.status is JobStatus.QUEUED and reserved_for is not None and reserved_for < job.priority
     return Holder(
         job_id=job.id,
-        takes=box.capacity.takes(job.id, demand),
-        keeps=box.capacity.keeps(job.id, demand),
+        takes=keeps if is_held else box.capacity.takes(job.id, demand),
+        keeps=keeps,
         priority=job.priority,
         created_at=job.created_at,
         is_leaving=is_leaving,

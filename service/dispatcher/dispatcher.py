@@ -32,7 +32,7 @@ from windlass.service.dispatcher.outcomes import (
     open_journal,
     pause_job,
 )
-from windlass.service.dispatcher.parts import PartsHere, SpreadJobs
+from windlass.service.dispatcher.parts import UNKNOWN_PARTS, PartsHere, SpreadJobs
 from windlass.service.dispatcher.placement import (
     JoinedBox,
     MachineCapacity,
@@ -99,10 +99,6 @@ _LOST = (
 
 # If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
-_UNKNOWN_PARTS = (
-    "its boxes are not known, because the service was restored from a backup that is older than its division; "
-    "`windlass restart` begins it again from its newest exported model"
-)
 _GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
@@ -151,19 +147,22 @@ class Dispatcher:
         self._renewals = Replanner(database, settings, changed, ask=ask)
         self._watches: JobWatches = JobWatches(JobWatch)
         self._ended = EndedAttempts(database, settings, runners, self._watches, clock=clock)
+        look = look or functools.partial(read_capacity, settings)
         self._queue = JobQueue(
             database,
             settings,
             resources,
             lease,
             self._watches,
-            look=look or functools.partial(read_capacity, settings),
+            look=look,
             clock=clock,
             jitter=jitter,
         )
         self._box_planner = BoxPlanner(settings, ask=ask)
         self._parts = PartsHere(database, settings, runners, resources, lease.node, clock, is_busy=self._works_on_jobs)
-        self._spread = SpreadJobs(database, settings, runners, resources, ask_over_boxes)
+        self._spread = SpreadJobs(
+            database, settings, runners, resources, ask_over_boxes, look, self._queue.boxes.choose
+        )
         self._preparations = Preparations(
             database,
             settings,
@@ -279,7 +278,7 @@ class Dispatcher:
         lost = {
             _Runner.ALIVE: None,
             _Runner.HUNG: f"its runner hung: it gave no sign of life for {_SILENT_S:g} s",
-            _Runner.GONE: self._why_lost(),
+            _Runner.GONE: self._queue.boxes.why_over(job) or self._why_lost(),
         }[runner]
         if runner is not _Runner.GONE:  # an error in this request must not keep the journal from being read
             self._guarded(about(job.id, job.attempt), self._stop_if_requested, job, attempt)
@@ -383,7 +382,7 @@ class Dispatcher:
         """Requests the runner to end the job or the attempt, if there is a reason."""
         if job.cancel_requested:
             self._request_stop(job, attempt, StopKind.CANCEL, self._runners.cancel)
-        elif self._queue.boxes.has_lost_a_box(job) or (job.status is JobStatus.RUNNING and self._yields_at_once(job)):
+        elif self._ends_at_once(job):
             self._request_stop(job, attempt, StopKind.PREEMPT, self._runners.kill)
         elif job.status is JobStatus.PAUSING or job.yields_to is not None or self._must_end(job):
             self._request_stop(job, attempt, StopKind.PAUSE, self._runners.pause)
@@ -395,6 +394,12 @@ class Dispatcher:
         if self._queue.boxes.parts_of(job.id):
             return self._hold is not None or self._queue.boxes.is_draining(job)
         return self._hold is not None or must_end_for_plan(self._settings, job)
+
+    def _ends_at_once(self, job: Job) -> bool:
+        """Returns whether a running attempt need not end by itself."""
+        if self._queue.boxes.why_over(job) is not None:
+            return True
+        return job.status is JobStatus.RUNNING and self._yields_at_once(job)
 
     def _yields_at_once(self, job: Job) -> bool:
         """Returns whether the attempt ends for another job and has no step yet, so that it need not end by itself."""
@@ -428,7 +433,7 @@ class Dispatcher:
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
-        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.decision.begins})
+        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.keeps_boxes})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -487,13 +492,21 @@ class Dispatcher:
     def _execute_over_boxes(self, verdict: Verdict, boxes: Sequence[JoinedBox]) -> None:
         """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
         job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
-        if not (verdict.is_ready and verdict.decision.begins):
+        begins = verdict.is_ready and verdict.decision.begins
+        if parts and not begins:
+            if verdict.is_ready:
+                self._queue.make_room(job, verdict.decision.pauses)
+            self._spread.reserve(job, parts, is_wanted=verdict.keeps_boxes)
+            self._queue.explain(job, verdict.reason)
+        elif not (verdict.is_ready and verdict.keeps_boxes):
             self._queue.explain(job, verdict.reason)
         elif not parts and job.attempt:
-            self._queue.explain(job, _UNKNOWN_PARTS)
+            self._queue.explain(job, UNKNOWN_PARTS)
         elif not parts:
-            if (reason := self._spread.give(job, boxes)) is not None:
+            if (reason := self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))) is not None:
                 self._queue.explain(job, reason)
+        elif (reason := self._spread.adopt(job, parts)) is not None:
+            self._queue.explain(job, reason)
         else:
             try:
                 links = self._spread.new_attempt(job, boxes, parts)

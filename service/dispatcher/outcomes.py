@@ -19,11 +19,13 @@ from windlass.service.machine.fleet import read_hold, result_file_id
 from windlass.storage.files import sync_path
 from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import (
+    HELD_FOR_PART,
     EventRepository,
     FileRepository,
     JobFields,
     JobRepository,
     Outcome,
+    PartRepository,
     import_journal,
 )
 
@@ -242,7 +244,10 @@ def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None
     else:
         plans = plans_of(settings, job)
         has_new_plan = bool(plans) and plans[-1].from_attempt == job.attempt + 1
-        if (hold := read_hold(settings.home)) is not None:
+        hold = read_hold(settings.home)
+        if hold is None and PartRepository(session).hold(node_of(settings.home)):
+            hold = HELD_FOR_PART
+        if hold is not None:
             why = f"because {hold}; the job goes on by itself afterwards"
         else:
             why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"

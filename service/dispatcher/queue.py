@@ -86,6 +86,7 @@ class Verdict:
     box: JoinedBox | None = None  # that gets the job; None: it begins or waits here
     gpus: int | None = None  # that it begins with here; None: those that it has
     over: Sequence[JoinedBox] | None = None  # the other boxes of a job over several boxes
+    keeps_boxes: bool = False  # such a job begins on all of its boxes, now or once other jobs have paused for it
 
     @property
     def may_move(self) -> bool:
@@ -176,7 +177,7 @@ class JobQueue:
             left_s={job.id: left_s for job in present if (left_s := seconds_to_go(job)) is not None},
         )
         placements, self._begin_with = place_with_gpus(
-            [here, *self.boxes.states(highest=highest)],
+            [here, *self.boxes.states(highest=highest, may_leave_now=self._may_leave_now)],
             candidates,
             box=HEAD_NAME,
             fewer={job.id: self._fewer_gpus(job, capacity) for job in queued},
@@ -218,7 +219,18 @@ class JobQueue:
                 box = self.boxes.by_name[name] if is_given else None
                 gpus = self._num_gpus(job)
                 verdicts.append(
-                    Verdict(job=job, decision=decision, reason=reason, is_ready=is_ready, box=box, gpus=gpus, over=over)
+                    Verdict(
+                        job=job,
+                        decision=decision,
+                        reason=reason,
+                        is_ready=is_ready,
+                        box=box,
+                        gpus=gpus,
+                        over=over,
+                        keeps_boxes=over is not None
+                        and placement is not None
+                        and (decision.begins or placement.by_pausing),
+                    )
                 )
             if decision.begins:
                 placing.holders[name].append(job)
@@ -516,7 +528,7 @@ class JobQueue:
             decisions = {placement.box: placement.decision, **decisions}
         parts = []
         begins_at = [name for name, decision in decisions.items() if decision.begins]
-        if begins_at and placement.box is not None:
+        if begins_at and placement.box is not None and job.id not in placing.over:
             free = told_boxes(begins_at)
             parts.append(f"it would end on box {placement.box} sooner than on {free}, though it has to wait there")
         boxes = [
@@ -529,7 +541,9 @@ class JobQueue:
         if decision.never and len(decisions) == 1:
             return "; ".join(parts)
         holders = placing.holders[placement.box or HEAD_NAME]
-        if decision.pauses or decision.will_pause or any(other.yields_to == job.id for other in holders):
+        of_boxes = decisions.values() if placement.by_pausing else (decision,)
+        is_pausing = any(each.pauses or each.will_pause for each in of_boxes)
+        if is_pausing or any(other.yields_to == job.id for other in holders):
             parts.append("jobs of lower priority are paused for it after their step")
         if not parts:
             box = job.windlass.get("box")

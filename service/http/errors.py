@@ -106,9 +106,10 @@ def _invalid_request(detail: dict[str, Any], body: object) -> ApiError:
         return ApiError(text, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(f"missing parameter: {param or 'the body'}", param=param, code="missing_parameter")
-    value = describe_value(detail.get("input"))
-    where = f"{param}: " if param else ""
-    return ApiError(f"{where}{plain_reason(detail)}, got {value}", param=param, code="invalid_value")
+    value, where = detail.get("input"), f"{param}: " if param else ""
+    # Of an object the reason names the fields.
+    got = "" if isinstance(value, dict) else f", got {describe_value(value)}"
+    return ApiError(f"{where}{plain_reason(detail)}{got}", param=param, code="invalid_value")
 
 
 def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -167,6 +167,11 @@ class ServiceClient:
         """Deletes a webhook endpoint."""
         self._call("DELETE", f"/v1/webhook_endpoints/{webhook_id}")
 
+    def timeline(self, job_id: str, step: int | None = None) -> dict[str, Any]:
+        """Returns the trace of a step of a job; None: of the last one that is held."""
+        params = {} if step is None else {"step": step}
+        return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/timeline", params=params)
+
     def plan(self, job_id: str) -> dict[str, Any]:
         """Returns the plan of a job and its measured values."""
         return self._call("GET", f"/v1/fine_tuning/jobs/{job_id}/plan")

@@ -52,6 +52,7 @@ from windlass.service.jobs.stage_plans import STAGES_FILE as STAGES_FILE
 from windlass.service.jobs.stage_plans import build_stage_spec as build_stage_spec
 from windlass.service.jobs.stage_plans import fields_of_stages as fields_of_stages
 from windlass.service.jobs.stage_plans import keep_stages as keep_stages
+from windlass.service.jobs.stage_plans import stages_digest as stages_digest
 from windlass.service.jobs.stage_plans import stages_of as stages_of
 from windlass.service.jobs.stage_plans import stages_of_answer as stages_of_answer
 from windlass.service.jobs.stage_plans import stages_request as stages_request

@@ -4,6 +4,7 @@ The first box is that of the head, which owns the job. All boxes read the same p
 derives for each box what that box derives for its own part.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,11 +37,16 @@ STAGES_FILE = "prepare/stages.json"  # in a job's folder
 
 
 def stages_request(
-    settings: Settings, job: Job, boxes: Sequence[tuple[str, BoxKind]], network_bytes_per_s: float | None
+    settings: Settings,
+    job: Job,
+    boxes: Sequence[tuple[str, BoxKind, int | None]],
+    num_boxes: int,
+    network_bytes_per_s: float | None,
 ) -> StagesRequest:
-    """Makes the request for a prepared job over these boxes, the first of which is the head's own.
+    """Makes the request for a prepared job over so many of these boxes, the first of which is the head's own.
 
     The plan may choose the number of micro-batches if the settings leave it open and the job has not begun.
+    `boxes`: each with its name, its kind, and the bytes that are free on its SSDs, None if they are not known.
     `network_bytes_per_s`: between the boxes, each way; None: it is not known.
 
     Raises:
@@ -50,9 +56,9 @@ def stages_request(
     prepared = json.loads((folder / "prepare" / f"{PREPARE_DATA}.json").read_text())
     chooses_microbatches = asked.num_microbatches is None and not job.attempt
     most_microbatches = training.batch_size if chooses_microbatches else training.num_microbatches
-    most_gpus = min(kind.resources.most_gpus for _, kind in boxes)
+    most_gpus = min(kind.resources.most_gpus for _, kind, _ in boxes)
     num_ranks = asked.with_most_gpus(most_gpus, most_microbatches).least_gpus
-    for name, kind in boxes:
+    for name, kind, _ in boxes:
         if (why := kind.resources.why_too_many(num_ranks)) is not None:
             raise ValueError(f"box {name}: {why}")
     return StagesRequest(
@@ -65,12 +71,13 @@ def stages_request(
         chooses_order=asked.leaves_order_open,
         num_ranks=num_ranks,
         chooses_ranks=chooses_gpus(job),
-        boxes=tuple(_requested(name, kind, job) for name, kind in boxes),
+        boxes=tuple(_requested(*box, job) for box in boxes),
+        num_boxes=num_boxes,
         network_bytes_per_s=network_bytes_per_s,
     )
 
 
-def _requested(name: str, kind: BoxKind, job: Job) -> RequestedBox:
+def _requested(name: str, kind: BoxKind, ssd_nbytes: int | None, job: Job) -> RequestedBox:
     bounds = kind.bounds(settings_of(job).windlass)
     return RequestedBox(
         name=name,
@@ -78,6 +85,7 @@ def _requested(name: str, kind: BoxKind, job: Job) -> RequestedBox:
         num_optimizers=bounds.num_optimizers,
         host_memory_nbytes=bounds.host_memory_nbytes,
         device_memory_nbytes=bounds.device_memory_nbytes,
+        ssd_nbytes=ssd_nbytes,
     )
 
 
@@ -109,6 +117,14 @@ def stages_of(settings: Settings, job_id: str) -> StagesPlan | None:
     try:
         return StagesPlan.from_json(json.loads(_path(settings, job_id).read_text()))
     except (OSError, ValueError):
+        return None
+
+
+def stages_digest(settings: Settings, job_id: str) -> str | None:
+    """Returns the SHA-256 of the plan of a job over several boxes, None if it has none."""
+    try:
+        return hashlib.sha256(_path(settings, job_id).read_bytes()).hexdigest()
+    except OSError:
         return None
 
 
@@ -151,6 +167,7 @@ def build_stage_spec(
         training=replace(spec.training, update_order=plan.update_order),
         stages=plan.engine_stages,
         box=index,
+        box_names=tuple(each.box for each in plan.stages),
         placement=stage.placement,
         host_memory_nbytes=stage.host_memory_nbytes if stage.arena_nbytes is None else stage.arena_nbytes,
         planned_device_nbytes=stage.planned_device_nbytes,

@@ -70,9 +70,13 @@ class PreparationMemory:
         """Explains why the next step of an owner must wait."""
         own_nbytes = self._own_nbytes(owner)
         needed = bytes_text(2 * LEAST_MEMORY_NBYTES + own_nbytes)  # `grant` gives the minimum from here on
-        beside = f" beside the {bytes_text(own_nbytes)} of other preparations of its owner" if own_nbytes else ""
         free = bytes_text(max(0, self.free_nbytes()))
-        return f"memory for its preparation: {needed} needed{beside}, {free} free beside what runs"
+        if own_nbytes:
+            return (
+                f"another preparation of its owner to end, which may use {bytes_text(own_nbytes)} of memory; it begins "
+                f"beside that one once {needed} are free, and {free} are"
+            )
+        return f"memory for its preparation: {needed} needed, {free} free beside what runs"
 
     def give_back(self, job_id: str) -> None:
         """Releases the grant of a job whose process has ended."""

@@ -4,6 +4,7 @@ from windlass.service.validation.database_errors import report_database_errors a
 from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEFAULT_CLIP_NORM
 from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as DEFAULT_LEARNING_RATE
 from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
+from windlass.service.validation.hyperparameters import MAX_BOXES as MAX_BOXES
 from windlass.service.validation.hyperparameters import GpuNumber as GpuNumber
 from windlass.service.validation.hyperparameters import JobSettings as JobSettings
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters

@@ -226,7 +226,8 @@ class JobPart(Base):
     # --- as the head wants it
     attempt: Mapped[int] = mapped_column(default=0)  # the attempt that the box is to serve; 0: none
     link: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # how it reaches the other boxes
-    is_over: Mapped[bool] = mapped_column(default=False)  # the job is, so the part is to be removed
+    # Its processes end at once, and it begins no attempt: the job is over, or its last attempt never began.
+    is_over: Mapped[bool] = mapped_column(default=False)
     # --- as the box tells it
     state: Mapped[str] = mapped_column(String(16))  # "copying", "ready", "running", "lost"
     served: Mapped[int] = mapped_column(default=0)  # the attempt that the box serves, or has served last

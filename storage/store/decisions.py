@@ -54,8 +54,8 @@ def digest_of(trainer_state: str) -> int:
 def last_decision(path: Path) -> Decision | None:
     """Returns the decision on the latest step in a log, None if there is none. Torn and damaged records do not count.
 
-    It is not always the last record, because an older attempt may append late. Of two decisions on a step, that of the
-    later attempt counts.
+    It is not always the last record, because an older attempt may append late. Decisions of a later layout epoch count
+    before all others. Of two decisions on a step, that of the later attempt counts.
     """
     try:
         raw = path.read_bytes()
@@ -63,7 +63,7 @@ def last_decision(path: Path) -> Decision | None:
         return None
     records = (raw[start : start + _RECORD_NBYTES] for start in range(0, len(raw), _RECORD_NBYTES))
     decisions = (_unpack(record) for record in records if len(record) == _RECORD_NBYTES and is_intact(record, _MAGIC))
-    return max(decisions, key=lambda each: (each.step, each.epoch, each.attempt), default=None)
+    return max(decisions, key=lambda each: (each.epoch, each.step, each.attempt), default=None)
 
 
 class DecisionLog:

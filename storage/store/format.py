@@ -58,6 +58,8 @@ _SUPERBLOCK_MAGIC = b"WNDLSTOR"
 _FENCE_MAGIC = b"WNDLFNCE"
 _COMMIT_MAGIC = b"WNDLCMMT"
 
+# Between a job's id and its layout epoch, in the name of a space of a later epoch. No job's id has this character.
+_AT_EPOCH = "@"
 _FILE_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -198,6 +200,17 @@ class CommitRecord:
     def identity(self) -> tuple[LayoutEpoch, Attempt, Step, str]:
         """The values that must be equal on all SSDs of a job for a common commit. The highest is the newest."""
         return (self.epoch, self.attempt, self.step, self.trainer_state)
+
+
+def space_name(job: JobId, epoch: LayoutEpoch) -> JobId:
+    """Returns the name of a job's space in an SSD's allocation table. Each layout epoch has a space of its own."""
+    return job if epoch == FIRST_EPOCH else JobId(f"{job}{_AT_EPOCH}{epoch}")
+
+
+def owner_of_space(name: JobId) -> tuple[JobId, LayoutEpoch]:
+    """Returns the job and the layout epoch of a space."""
+    job, _, epoch = name.partition(_AT_EPOCH)
+    return JobId(job), LayoutEpoch(int(epoch)) if epoch else FIRST_EPOCH
 
 
 def pack_superblock(geometry: StoreGeometry, nonce: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Self
 
 import xxhash
 
-from windlass.storage.ids import Attempt, ChunkKey, JobId, StateKind, Step
+from windlass.storage.ids import FIRST_EPOCH, Attempt, ChunkKey, JobId, LayoutEpoch, StateKind, Step
 from windlass.storage.integrity import (
     GRANULE_NBYTES,
     RECORD_NBYTES,
@@ -33,34 +33,42 @@ from windlass.storage.store.scratch import Scratch, scratch_demand
 from windlass.storage.store.uncommitted import UncommittedMap
 
 
-def stored_geometry(volume: Volume, job: JobId) -> StoreGeometry | None:
-    """Returns the layout of a job's states on an SSD, None if it has none there. Raises StoreCorrupt."""
-    stored = _find(volume, job)
+def spaces_in(volume: Volume) -> dict[JobId, dict[LayoutEpoch, Allocation]]:
+    """Returns the spaces of each job on an SSD, by layout epoch. While a job moves, it has those of two epochs."""
+    found: dict[JobId, dict[LayoutEpoch, Allocation]] = {}
+    for name, allocation in volume.allocations().items():
+        job, epoch = layout.owner_of_space(name)
+        found.setdefault(job, {})[epoch] = allocation
+    return found
+
+
+def stored_geometry(volume: Volume, job: JobId, epoch: LayoutEpoch = FIRST_EPOCH) -> StoreGeometry | None:
+    """Returns the layout of a job's states of an epoch on an SSD, None if it has none there. Raises StoreCorrupt."""
+    stored = _find(volume, job, epoch)
     return None if stored is None else stored[1]
 
 
 def last_attempt(volume: Volume, job: JobId) -> Attempt | None:
-    """Returns the newest attempt that has opened a job's store, None without a store. Raises StoreCorrupt."""
-    found = _find(volume, job)
-    if found is None:
-        return None
-    nonce = found[0].nonce
-    raws = (_read(volume, found[0], offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS)
-    fences = [fence for raw in raws if (fence := layout.unpack_fence(raw, nonce)) is not None]
+    """Returns the newest attempt that has opened a store of a job, None without a store. Raises StoreCorrupt."""
+    fences: list[Attempt] = []
+    for allocation in spaces_in(volume).get(job, {}).values():
+        if allocation.is_ready:
+            raws = (_read(volume, allocation, offset, RECORD_NBYTES) for offset in layout.FENCE_OFFSETS)
+            fences += [fence for raw in raws if (fence := layout.unpack_fence(raw, allocation.nonce)) is not None]
     return max((fence for fence in fences if fence != layout.CLOSED), default=None)
 
 
-def stored_commits(volume: Volume, job: JobId) -> list[CommitRecord]:
+def stored_commits(volume: Volume, job: JobId, epoch: LayoutEpoch = FIRST_EPOCH) -> list[CommitRecord]:
     """Returns the journal's records of a job on an SSD, oldest first, without opening its store. Raises StoreCorrupt.
 
     A running attempt may append more.
     """
-    found = _find(volume, job)
+    found = _find(volume, job, epoch)
     return [] if found is None else _read_journal(volume, found[0])
 
 
-def _find(volume: Volume, job: JobId) -> tuple[Allocation, StoreGeometry] | None:
-    allocation = volume.allocations().get(job)
+def _find(volume: Volume, job: JobId, epoch: LayoutEpoch) -> tuple[Allocation, StoreGeometry] | None:
+    allocation = volume.allocations().get(layout.space_name(job, epoch))
     if allocation is None or not allocation.is_ready:
         return None
     raw = _read(volume, allocation, layout.SUPERBLOCK_OFFSET, layout.SUPERBLOCK_NBYTES)
@@ -102,23 +110,23 @@ class TensorStore:
             InsufficientSpaceError: the SSD is too full; nothing was reserved.
             StoreExists: the job already has a store.
         """
-        job = geometry.job
-        found = volume.allocations().get(job)
+        name = layout.space_name(geometry.job, geometry.epoch)
+        found = volume.allocations().get(name)
         if found is not None and not found.is_ready:
-            volume.free(job, nonce=found.nonce)  # left by a process that was killed during `create`
-        allocation = volume.reserve(job, geometry.demand)
+            volume.free(name, nonce=found.nonce)  # left by a process that was killed during `create`
+        allocation = volume.reserve(name, geometry.demand)
         try:
             superblock = layout.pack_superblock(geometry, allocation.nonce)
             fence = layout.pack_fence(geometry.attempt, allocation.nonce)
             records = [(layout.SUPERBLOCK_OFFSET, superblock), *((offset, fence) for offset in layout.FENCE_OFFSETS)]
             allocation = volume.set_up(allocation, records)
         except BaseException:
-            volume.free(job, nonce=allocation.nonce)
+            volume.free(name, nonce=allocation.nonce)
             raise
         return cls(volume, allocation, geometry, geometry.attempt)
 
     @classmethod
-    def open(cls, volume: Volume, job: JobId, attempt: Attempt) -> Self:
+    def open(cls, volume: Volume, job: JobId, attempt: Attempt, epoch: LayoutEpoch = FIRST_EPOCH) -> Self:
         """Opens a job's store for `attempt` and writes the fence, so that older attempts are refused from then on.
 
         The caller must call `resume_from` before any read or write. A write of an older attempt that is already in the
@@ -129,7 +137,7 @@ class TensorStore:
             StoreCorrupt: the store is damaged.
             StaleAttempt: a newer attempt has opened it.
         """
-        found = _find(volume, job)
+        found = _find(volume, job, epoch)
         if found is None:
             raise StoreMissing(f"SSD {volume.path} holds no states of job {job}, or they were never completely set up")
         allocation, geometry = found
@@ -143,16 +151,16 @@ class TensorStore:
         return store
 
     @classmethod
-    def delete(cls, volume: Volume, job: JobId) -> None:
-        """Frees a job's space. Does nothing if it has none.
+    def delete(cls, volume: Volume, job: JobId, epoch: LayoutEpoch | None = None) -> None:
+        """Frees a job's space of an epoch; None: of all epochs. Does nothing if it has none.
 
         The fence is closed first. Otherwise a running attempt could write to space that later belongs to another job.
         """
-        allocation = volume.allocations().get(job)
-        if allocation is None:
-            return
-        fence = layout.pack_fence(layout.CLOSED, allocation.nonce)
-        volume.free(job, nonce=allocation.nonce, records=[(offset, fence) for offset in layout.FENCE_OFFSETS])
+        for found, allocation in spaces_in(volume).get(job, {}).items():
+            if epoch in (None, found):
+                fence = layout.pack_fence(layout.CLOSED, allocation.nonce)
+                records = [(offset, fence) for offset in layout.FENCE_OFFSETS]
+                volume.free(allocation.job, nonce=allocation.nonce, records=records)
 
     def reserve_scratch(self, slot_nbytes: int, num_slots: int) -> Scratch:
         """Reserves scratch space for this attempt and frees that of earlier ones. With 0 slots it only frees.
@@ -164,7 +172,7 @@ class TensorStore:
         with self._lock:
             self._check_attempt()
             demand = scratch_demand(slot_nbytes, num_slots)
-            allocation = self.volume.reserve_scratch(self.geometry.job, demand, nonce=self._allocation.nonce)
+            allocation = self.volume.reserve_scratch(self._allocation.job, demand, nonce=self._allocation.nonce)
         offsets = allocation.scratch_offsets(demand)[:num_slots]
         return Scratch(self.name, slot_nbytes, offsets, check_writable=self._check_attempt)
 

@@ -112,7 +112,7 @@ def free_port() -> int:
         return port
 
 
-def make_tiny_model(folder: Path) -> None:
+def make_tiny_model(folder: Path, *, num_layers: int = 2) -> None:
     """A Qwen2 model of some 100 thousand random parameters, with a byte-level tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,7 +126,7 @@ def make_tiny_model(folder: Path) -> None:
         vocab_size=320,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=128,

@@ -1,4 +1,4 @@
-"""The short forms of `python -m benchmarks.chaos`: three faults during one job, or during the jobs of two boxes."""
+"""The short forms of `python -m benchmarks.chaos`: three faults during one job, or during jobs of or over two boxes."""
 
 from pathlib import Path
 
@@ -40,20 +40,29 @@ INJURIES_OF_BOXES = (
 )
 
 
+INJURIES_OF_SPREAD = (
+    Injury(kind=Kind.SSD_0, after=0.1, lasts_s=0.0, by_step=2, box=_BOX),
+    Injury(kind=Kind.PAUSED, after=0.5, lasts_s=1.0, by_step=10, box=_HEAD),
+    Injury(kind=Kind.APART, after=0.5, lasts_s=5.0, by_step=16, box=_HEAD),
+)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_jobs_of_two_boxes_end_right_whatever_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_spread", [False, True], ids=["jobs of two boxes", "a job over two boxes"])
+def test_jobs_of_two_boxes_end_right_whatever_dies(tmp_path: Path, is_spread: bool) -> None:
+    injuries = INJURIES_OF_SPREAD if is_spread else INJURIES_OF_BOXES
     try:
-        stage = BoxStage(tmp_path, 2)
+        stage = BoxStage(tmp_path, 2, is_spread=is_spread)
     except NamespaceError as error:
         pytest.skip(f"no boxes of namespaces on this machine: {error}")
-    runs = Runs(stage, 2)
+    runs = Runs(stage, 1 if is_spread else 2)
     try:
         stage.start()
         undisturbed = runs.run_undisturbed()
-        result = runs.do_run(Run(number=1, database=DatabaseKind.SQLITE, injuries=INJURIES_OF_BOXES), undisturbed)
+        result = runs.do_run(Run(number=1, database=DatabaseKind.SQLITE, injuries=injuries), undisturbed)
         assert result.complaints == ()
-        assert [each.injury for each in result.done] == list(INJURIES_OF_BOXES)
+        assert [each.injury for each in result.done] == list(injuries)
         assert stage.end() == []
     finally:
         runs.close()

@@ -34,6 +34,7 @@ DEADLINE_S = 150.0
 # Enough that a job still runs when a test asks it to pause or to take another plan.
 NUM_STEPS = 60
 RAY = ("raylet", "gcs_server")
+_RUNNERS = ("ray::Runner", "ray::LeadRunner", "ray::BoxRunner")
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def processes_of(folder: Path, attempt: int, ssd_dirs: tuple[Path, ...]) -> Iter
         except psutil.Error:
             continue
         volumes = [i for i, ssd_dir in enumerate(ssd_dirs) if ssd_dir / "windlass.volume" in held]
-        if folder / "journal.jsonl" in held or process.name().startswith("ray::Runner"):
+        if folder / "journal.jsonl" in held or process.name().startswith(_RUNNERS):
             yield "runner", process
         elif volumes:
             yield f"ssd-{volumes[0]}", process

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.integration.test_ray_training import Driver, num_steps, wait_for
+from tests.pretend_gpus import pretend_gpus, visible_gpus
 from tests.support.storage.links import SECRET, Authority, quick
 from tests.support.training import boxes_of, journal_of, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import NAMES
@@ -46,7 +47,7 @@ class Box:
 
 @pytest.fixture(scope="module")
 def boxes(direct_home: Path) -> Iterator[list[Box]]:
-    """Boxes of one machine."""
+    """Boxes of one machine, each with a simulated GPU."""
     with ExitStack() as stack:
         made = []
         for name in NAMES[:NUM_BOXES]:
@@ -54,7 +55,10 @@ def boxes(direct_home: Path) -> Iterator[list[Box]]:
             home.mkdir()
             cluster = RayCluster(home)
             stack.callback(cluster.stop)
-            cluster.ensure_running(num_cpus=2, num_gpus=0)
+            with pytest.MonkeyPatch.context() as patch:
+                for variable, value in pretend_gpus(1).items():
+                    patch.setenv(variable, value)
+                cluster.ensure_running(num_cpus=2, num_gpus=1)
             driver = Driver(home, home)
             stack.callback(driver.kill)
             made.append(Box(cluster, driver))
@@ -109,6 +113,11 @@ def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tm
     Run.of(spec).assert_equals(one)
     assert [errors_of(each) for each in specs] == [""] * len(specs)
     assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
+    seen = [visible_gpus(Path(each.job_dir)) for each in specs]
+    assert [{name: gpus for name, gpus in of_box.items() if gpus} for of_box in seen] == [
+        {"gpu-0": "0"},
+        {"b1/gpu-0": "0"},
+    ]
 
 
 # The first box's runner writes no outcome when it is killed. The other box ends by itself.

@@ -25,9 +25,15 @@ def pretend_gpus(count: int) -> dict[str, str]:
 
 def visible_gpus(job_dir: Path) -> Mapping[str, str]:
     """Returns CUDA_VISIBLE_DEVICES of each process of a job, by the actor's name."""
-    return {path.name.removeprefix(_VISIBLE_PREFIX): path.read_text() for path in job_dir.glob(f"{_VISIBLE_PREFIX}*")}
+    found = job_dir.glob(f"{_VISIBLE_PREFIX}*")
+    return {path.name.removeprefix(_VISIBLE_PREFIX).replace("+", "/"): path.read_text() for path in found}
 
 
 def process_of(job_dir: Path, actor: str) -> int:
     """Returns the process id of an actor in the job's last attempt."""
-    return int(Path(job_dir, f"{_PROCESS_PREFIX}{actor}").read_text())
+    return int(Path(job_dir, _PROCESS_PREFIX + _file_name(actor)).read_text())
+
+
+def _file_name(actor: str) -> str:
+    """Returns the part of a file's name that stands for an actor: those of other boxes are called like "b1/gpu-0"."""
+    return actor.replace("/", "+")

@@ -24,8 +24,8 @@ def _note_visible_gpus(ray_box: ModuleType) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         for kind, text in (("visible-gpus", visible), ("process", str(os.getpid()))):
             # Written atomically, because the test may read it at any time.
-            file = Path(context.spec.job_dir, f"{kind}-{name}")
-            partial = file.with_name(f"partial-{name}")
+            file = Path(context.spec.job_dir, f"{kind}-{name.replace('/', '+')}")  # as `_file_name` does
+            partial = file.with_name(f"partial-{file.name}")
             partial.write_text(text)
             partial.replace(file)
         return start(name, context, *arguments, **options)

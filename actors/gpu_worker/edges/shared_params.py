@@ -115,6 +115,10 @@ class SharedParams:
         is_last = operation.phase is Phase.BACKWARD and operation.group == self._last_group
         return self._lends and is_last and operation.block == _EMBEDDING
 
+    def source_of(self, operation: ComputeBlock) -> int | None:
+        """Returns the box whose params or sum an operation takes; None if it takes none."""
+        return self._exchange.box if self._exchange is not None and self.takes(operation) else None
+
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the pulls of what comes, at the first operation of a version.
 

@@ -145,11 +145,11 @@ class StageEdges:
 
     # --- what goes --------------------------------------------------------------------------------------------------
 
-    def send(self, operation: ComputeBlock, results: Sequence[torch.Tensor], shapes: Shapes) -> None:
+    def send(self, operation: ComputeBlock, results: Sequence[torch.Tensor], shapes: Shapes) -> int | None:
         """Queues copies of an operation's results to slots, and their offers to the box that takes them.
 
         It is called after the operation is queued on the compute stream. `results` must be contiguous, and not change.
-        It may wait for slots.
+        Returns the other box if it had to wait until that one took earlier results, so that there were slots.
 
         Raises:
             UnsupportedArchitectureError: a result has another shape or type than the other box expects.
@@ -158,7 +158,7 @@ class StageEdges:
         assert taker is not None, "only an operation whose results another box takes sends them"
         phase, block = taker
         box = self._box + (1 if block >= self._stage.stop else -1)
-        outbox = self._outboxes[box]
+        outbox, has_waited = self._outboxes[box], False
         self._device.d2h.wait(self._device.compute.record())
         for index, (result, shape) in enumerate(zip(results, shapes, strict=True)):
             if result.shape != (*shape, self._hidden_size) or result.dtype is not self._dtype:
@@ -168,10 +168,13 @@ class StageEdges:
                     "is trained on one box only"
                 )
             crossing = Crossing(operation.step, phase, BlockIndex(block), operation.group, index)
-            (slot,) = outbox.acquire(1)
+            if not (slots := outbox.try_acquire(1)):
+                slots, has_waited = outbox.acquire(1), True
+            (slot,) = slots
             target = self._arena.view(slot.offset, result.numel(), self._dtype)
             self._device.d2h.run(functools.partial(copy, target, result.detach().view(-1)))
             self._device.d2h.then(functools.partial(self._offer, box, crossing, outbox, slot, result))
+        return box if has_waited else None
 
     def _offer(self, box: int, crossing: Crossing, pool: SlotPool, slot: Span, result: torch.Tensor) -> None:
         """Offers a result that was copied. Until now the callback has held its memory on the device."""

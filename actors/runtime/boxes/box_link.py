@@ -51,9 +51,6 @@ _KINDS = {
     Phase.EVALUATE: KeyKind.EVALUATION,
     Phase.EVALUATE_HEAD: KeyKind.EVALUATION,
 }
-# Priorities of pulls. Shared params are many bytes, and are needed at the end of a pass only. Exports go last, because
-# compute waits for the rest.
-_URGENT, _SHARED, _EXPORTED = (0, 0), (1, 0), (2, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +165,7 @@ class BoxLink:
             case PullSpan():
                 source, slot = self._names[message.box], self._buffer(message.span)
                 crossing = message.crossing
-                priority = _EXPORTED if crossing.is_export else _SHARED if crossing.is_shared else _URGENT
-                pulled = self._link.pull(_key(message.crossing), slot, source=source, priority=priority)
+                pulled = self._link.pull(_key(crossing), slot, source=source, priority=crossing.priority)
                 self._when_done(pulled, lambda result: self._send(message.reply_to, self._pulled(message, result)))
             case DescribeStatus():
                 text = self._link.describe()
@@ -221,7 +217,15 @@ class BoxLink:
     # --- in threads of the link -------------------------------------------------------------------------------------
 
     def _pulled(self, message: PullSpan, result: IoResult) -> SpanPulled:
-        return SpanPulled(job=self._job, step=message.step, crossing=message.crossing, nbytes=result.nbytes)
+        return SpanPulled(
+            job=self._job,
+            step=message.step,
+            crossing=message.crossing,
+            box=message.box,
+            nbytes=result.nbytes,
+            start_s=result.start_s,
+            end_s=result.end_s,
+        )
 
     def _when_done(self, future: "Future[IoResult]", tell_result: Callable[[IoResult], None]) -> None:
         def tell(done: "Future[IoResult]") -> None:

@@ -7,7 +7,6 @@ processes there and carries out the calls. Calls and answers cross the boxes' li
 import contextlib
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,12 +15,10 @@ from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_cont
 from windlass.actors.runtime import START_DEADLINE_S, CallActors
 from windlass.actors.runtime.boxes.box_link import BoxLink
 from windlass.actors.runtime.boxes.copies import digests_of, require_alike
-from windlass.actors.scheduler import ActorLostError
+from windlass.actors.runtime.boxes.first_box import BoxFailed, FirstBox, require_no_failure
 from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout
-from windlass.storage.ids import ActorName, Attempt, BoxName
-from windlass.storage.integrity import StoreError
-from windlass.storage.memory import may_find_room_later
+from windlass.storage.ids import ActorName, BoxName
 from windlass.storage.store import CommitRecord, StoreJournal
 
 _TICK_S = 1.0  # between two looks at the processes of a box, and for a stop
@@ -58,16 +55,6 @@ class ActorsAnswered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoxFailed:
-    """A box cannot go on with the start."""
-
-    message: str
-    code: str
-    param: str | None
-    was_lost: bool  # another attempt may succeed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnded:
     """The first box has ended the attempt."""
 
@@ -77,26 +64,6 @@ class AttemptEnded:
 
 REQUESTS = (BoxPlanned, ActorsCalled, ActorsAnswered, BoxFailed, AttemptEnded)
 _METHODS = frozenset({"read_journal", "open_space", "start"})
-
-
-class BoxFailedError(ValueError):
-    """Another box of the job cannot start its part. `code` and `param` are those of its error."""
-
-    def __init__(self, message: str, code: str, param: str | None) -> None:
-        super().__init__(message)
-        self.code, self.param = code, param
-
-
-class _FirstBoxLostError(ActorLostError):
-    """The first box of the job is lost."""
-
-
-class _EndedAtStartError(Exception):
-    """The first box has ended the attempt while this one carries out its plan or a call."""
-
-    def __init__(self, end: AttemptEnded) -> None:
-        super().__init__(end)
-        self.end = end
 
 
 class OtherBoxes:
@@ -168,7 +135,7 @@ class OtherBoxes:
         """Raises ActorLostError if another box is lost or has failed. It is called while the job trains."""
         while not self._link.requests.empty():
             box, request = self._link.requests.get()
-            self._require_no_failure(box, request)
+            require_no_failure(self._names[box], request, is_running=True)
 
     def end(self, *, is_over: bool, in_order: bool) -> None:
         """Tells all other boxes that the attempt has ended; see AttemptEnded.
@@ -191,22 +158,11 @@ class OtherBoxes:
                     names = " and ".join(repr(self._names[each]) for each in sorted(missing))
                     raise TimeoutError(f"box {names} had not {what} within {deadline_s:g} s") from None
                 continue
-            if isinstance(request, BoxFailed) and not request.was_lost:
-                raise BoxFailedError(self._text(box, request), request.code, request.param)
-            self._require_no_failure(box, request)
+            require_no_failure(self._names[box], request)
             if not isinstance(request, kind) or getattr(request, "number", self._num_calls) != self._num_calls:
                 raise ValueError(f"box {self._names[box]!r} sent {request} and had not {what}")
             found[box] = request
         return found
-
-    def _require_no_failure(self, box: int, request: object) -> None:
-        if isinstance(request, ConnectionError):
-            raise ActorLostError(str(request)) from request
-        if isinstance(request, BoxFailed):
-            raise ActorLostError(self._text(box, request))
-
-    def _text(self, box: int, failed: BoxFailed) -> str:
-        return f"box {self._names[box]!r}: {failed.message}"
 
 
 class Box(Protocol):
@@ -234,8 +190,9 @@ def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[Callable[[], Non
     Raises:
         ActorLostError: a process of this box has died, or another box is lost.
     """
-    first_box = _FirstBox(link)
-    try:
+    first_box = FirstBox(link, AttemptEnded)
+
+    def work() -> AttemptEnded:
         box = make_box(first_box.check_end)
         planned = BoxPlanned(
             ssds=box.context.ssds,
@@ -244,83 +201,14 @@ def serve_box(spec: JobSpec, link: BoxLink, make_box: Callable[[Callable[[], Non
             arena_nbytes=box.context.plan.arena_nbytes,
             digests=digests_of(spec, box.context.layout),
         )
-        _tell(link, planned)
+        first_box.tell(planned)
         while not isinstance(request := first_box.next_request(box.check), AttemptEnded):
             if not isinstance(request, ActorsCalled):
                 raise ValueError(f"the first box sent {request}")
-            _tell(link, _carried_out(box, spec.box, request))
+            first_box.tell(_carried_out(box, spec.box, request))
         return request
-    except _EndedAtStartError as ended:
-        return ended.end
-    except BaseException as error:
-        _tell(link, _failure_of(error, spec.attempt))
-        if not isinstance(error, _FirstBoxLostError | KeyboardInterrupt):
-            _await_end(first_box)
-        raise
 
-
-class _FirstBox:
-    """The requests of the first box, as the runner of another one gets them. One thread."""
-
-    def __init__(self, link: BoxLink) -> None:
-        self._requests = link.requests
-        self._early: deque[Any] = deque()  # that came during a call
-
-    def next_request(self, check: Callable[[], None]) -> Any:
-        """Waits for a request. Raises ActorLostError if a box is lost, and the errors of `check`."""
-        while True:
-            if self._early:
-                return self._early.popleft()
-            try:
-                sender, request = self._requests.get(timeout=_TICK_S)
-            except queue.Empty:
-                check()
-                continue
-            return _accepted(sender, request)
-
-    def check_end(self) -> None:
-        """Raises _EndedAtStartError if the first box has ended the attempt, and ActorLostError if a box is lost."""
-        while not self._requests.empty():
-            request = _accepted(*self._requests.get())
-            if isinstance(request, AttemptEnded):
-                raise _EndedAtStartError(request)
-            self._early.append(request)
-
-
-def _accepted(sender: int, request: Any) -> Any:
-    """Returns a request of the first box. Raises ActorLostError if it is the loss of a box."""
-    if isinstance(request, ConnectionError):
-        lost = ActorLostError if sender else _FirstBoxLostError
-        raise lost(str(request)) from request
-    if sender:
-        raise ValueError(f"box {sender} sent {request}, and only the first box may")
-    return request
-
-
-def _await_end(first_box: _FirstBox) -> None:
-    """Waits until the first box has ended the attempt, or is lost. It may start later than this box has failed."""
-    while True:
-        try:
-            if isinstance(first_box.next_request(lambda: None), AttemptEnded):
-                return
-        except _FirstBoxLostError:
-            return
-        except (ActorLostError, ValueError):
-            continue  # the first box has one reason already
-
-
-def _tell(link: BoxLink, request: object) -> None:
-    """Sends a request to the first box. If that is lost, or has ended the attempt, the next request says so."""
-    with contextlib.suppress(ConnectionError):
-        link.request(0, request)
-
-
-def _failure_of(error: BaseException, attempt: Attempt) -> BoxFailed:
-    was_lost = isinstance(error, ActorLostError | TimeoutError) or may_find_room_later(error, attempt)
-    is_for_users = was_lost or isinstance(error, ValueError | OSError | StoreError)
-    message = str(error) if is_for_users else f"{type(error).__name__}: {error}"
-    code, param = getattr(error, "code", "start_failed"), getattr(error, "param", None)
-    return BoxFailed(message=message, code=code, param=param, was_lost=was_lost)
+    return first_box.work_until_end(work, spec.attempt)
 
 
 def _carried_out(box: Box, index: int, called: ActorsCalled) -> ActorsAnswered:

@@ -10,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from benchmarks.chaos.boxes.stage import NUM_STEPS, BoxStage, names_of
+from benchmarks.chaos.boxes.stage import BoxStage, names_of, num_steps_of
+from benchmarks.chaos.disk import reason_not_to_fill_disks
 from benchmarks.chaos.jobs import JOB_DEADLINE_S, NotRightError, Observer, wait_for_moment
 from benchmarks.chaos.plan import DatabaseKind, Run, plan_runs_of_boxes
 from benchmarks.chaos.record import Complaint, Record, Wrong, complaints
@@ -29,6 +31,48 @@ class Undisturbed:
 
     record: Record  # of each of them
     took_s: float  # all of them
+
+
+class Watch(Protocol):
+    """A thread that looks at the boxes while jobs run."""
+
+    def start(self) -> None:
+        """Starts the thread."""
+
+    def complaints(self) -> list[Complaint]:
+        """Ends the thread. Returns a complaint for each job with which something was wrong."""
+
+
+class AttemptWatch(threading.Thread):
+    """Notes which attempts of jobs over all boxes have living processes at the same time."""
+
+    def __init__(self, stage: BoxStage, job_ids: Sequence[str]) -> None:
+        super().__init__(name="attempts", daemon=True)
+        self._stage, self._job_ids = stage, job_ids
+        self._wrong: dict[str, str] = {}  # by job
+        self._boxes: dict[str, set[str]] = defaultdict(set)  # by job, those on which processes lived
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(_WATCH_INTERVAL_S):
+            for job_id in self._job_ids:
+                living = self._stage.living_attempts(job_id)
+                self._boxes[job_id] |= living.keys()
+                if len({attempt for attempts in living.values() for attempt in attempts}) > 1:
+                    self._wrong.setdefault(job_id, f"attempts lived at the same time: {living}")
+
+    def complaints(self) -> list[Complaint]:
+        """Ends the watch. Returns a complaint for each job whose attempts overlapped, or did not use all boxes."""
+        self._ended.set()
+        self.join()
+        for job_id in self._job_ids:
+            if missing := set(self._stage.names) - self._boxes[job_id]:
+                self._wrong.setdefault(job_id, f"no attempt ran on {', '.join(sorted(missing))}")
+        return [
+            Complaint(wrong=Wrong.DOUBLED, text=f"job {number}: {self._wrong[job_id]}", job=number)
+            for number, job_id in enumerate(self._job_ids, start=1)
+            if job_id in self._wrong
+        ]
 
 
 class ArenaWatch(threading.Thread):
@@ -85,7 +129,9 @@ class Runs:
         problems += [fault for each in observers for fault in each.faults]
         problems += [f"{each.num_attempts} attempts" for each in records if each.num_attempts != 1]
         problems += [
-            f"{len(each.train_losses)} of {NUM_STEPS} steps" for each in records if len(each.train_losses) != NUM_STEPS
+            f"{len(each.train_losses)} of {self._stage.num_steps} steps"
+            for each in records
+            if len(each.train_losses) != self._stage.num_steps
         ]
         if problems:
             raise NotRightError(f"the undisturbed jobs: {'; '.join(problems)}")
@@ -95,7 +141,7 @@ class Runs:
         """Runs jobs with the planned injuries."""
         job_ids, watch, observers = self._begin()
         began_s = time.monotonic()
-        begun = list[tuple[Done, Future[bool]]]()
+        begun = list[tuple[Done, Future[float | None]]]()
         for injury in run.injuries:
             wait_for_moment(observers, injury, undisturbed.took_s)
             if any(each.is_alive() for each in observers):
@@ -107,9 +153,12 @@ class Runs:
         times = [_end_of(number, each, until_s, problems) for number, each in enumerate(observers, start=1)]
         for each, future in begun:
             try:
-                done += [each] if future.result() else []
+                if (came_s := future.result()) is not None:
+                    done.append(replace(each, at_s=came_s - began_s))
             except Exception as error:  # noqa: BLE001  # the other runs continue
                 problems.append(_complaint_about(error, f"{each}: "))
+        if self._num_jobs == 1:
+            done = followed_by(done, observers[0], began_s)
         if None not in times:
             took_s = max(each for each in times if each is not None)
         for number, job_id in enumerate(job_ids, start=1):
@@ -135,13 +184,44 @@ class Runs:
             num_jobs=self._num_jobs,
         )
 
-    def _begin(self) -> tuple[list[str], ArenaWatch, list[Observer]]:
+    def _begin(self) -> tuple[list[str], Watch, list[Observer]]:
         job_ids = self._stage.submit(self._num_jobs)
-        watch = ArenaWatch(self._stage, job_ids)
+        watch = AttemptWatch(self._stage, job_ids) if self._stage.is_spread else ArenaWatch(self._stage, job_ids)
         observers = [Observer(self._stage.url, job_id, interval_s=_WATCH_INTERVAL_S) for job_id in job_ids]
         for thread in (watch, *observers):
             thread.start()
         return job_ids, watch, observers
+
+
+def followed_by(done: Sequence[Done], observer: Observer, began_s: float) -> list[Done]:
+    """Adds what followed each injury of one job, in the order of the injuries.
+
+    `began_s`: by the monotonic clock, when the run began.
+    """
+    ordered = sorted(done, key=lambda each: each.at_s)
+    ends_s = [*(each.at_s for each in ordered[1:]), float("inf")]
+    moments = [replace(each, at_s=each.at_s - began_s) for each in observer.moments]
+    followed = []
+    for injury, end_s in zip(ordered, ends_s, strict=True):
+        before = [each for each in moments if each.at_s <= injury.at_s]
+        step, attempt = (
+            max((each.step for each in before), default=0),
+            max((each.attempt for each in before), default=0),
+        )
+        later = [each for each in moments if each.at_s > injury.at_s]
+        # The first new step may have been on its way when the injury came.
+        progress = next((each.at_s for each in later if each.step > step + 1), None)
+        if progress is None and observer.took_s is not None:
+            progress = observer.began_s - began_s + observer.took_s
+        followed.append(
+            replace(
+                injury,
+                step=step,
+                num_attempts=max((each.attempt for each in later if each.at_s <= end_s), default=attempt) - attempt,
+                progress_s=None if progress is None else progress - injury.at_s,
+            )
+        )
+    return followed
 
 
 def _end_of(number: int, observer: Observer, until_s: float, problems: list[Complaint]) -> float | None:
@@ -167,9 +247,11 @@ def _complaint_about(error: Exception, where: str, wrong: Wrong = Wrong.OTHER, j
 class _Stages:
     """The boxes of all runs. Those of a run that failed are replaced."""
 
-    def __init__(self, scratch: Path, num_boxes: int) -> None:
+    def __init__(self, scratch: Path, num_boxes: int, *, is_spread: bool, fills_disks: bool) -> None:
         self._scratch = scratch
         self._num_boxes = num_boxes
+        self._is_spread = is_spread
+        self._fills_disks = fills_disks
         self._number = 0
         self._resources = ExitStack()
         self._open: tuple[BoxStage, Runs] | None = None
@@ -181,9 +263,9 @@ class _Stages:
             self._number += 1
             folder = self._scratch / f"boxes-{self._number}"
             folder.mkdir(mode=0o755)
-            stage = BoxStage(folder, self._num_boxes)
+            stage = BoxStage(folder, self._num_boxes, is_spread=self._is_spread, fills_disks=self._fills_disks)
             self._resources.callback(stage.close)
-            runs = Runs(stage, self._num_boxes)
+            runs = Runs(stage, 1 if self._is_spread else self._num_boxes)
             self._resources.callback(runs.close)
             stage.start()
             self._open = stage, runs
@@ -211,27 +293,43 @@ class _Stages:
 
 def run_on_boxes(options: argparse.Namespace, scratch: Path) -> int:
     """Runs everything, prints the report, and returns the exit code."""
-    names = names_of(options.boxes)
+    names, is_spread = names_of(options.boxes), options.spread
+    num_steps = num_steps_of(is_spread=is_spread)
+    reason = reason_not_to_fill_disks(scratch) if is_spread else None
+    fills_disks = is_spread and reason is None
+    which = "one, over all boxes" if is_spread else f"{options.boxes}, on any boxes"
     configuration = {
         "form": "quick" if options.quick else "full",
         "runs": options.runs,
         "seed": options.seed,
         "boxes": f"{', '.join(names)}: namespaces of this machine, each with a Ray of its own",
-        "jobs of a run": f"{options.boxes}, on any boxes; {NUM_STEPS} steps of a model of 100 thousand parameters; "
+        "jobs of a run": f"{which}; {num_steps} steps of a model of 100 thousand parameters; "
         "evaluations and checkpoints every 20 steps",
         "database": "sqlite",
     }
-    report = Report("Jobs of several boxes under injuries", scratch, configuration)
+    if reason is not None:
+        configuration["not covered"] = f"full disks ({reason})"
+    title = "A job over several boxes under injuries" if is_spread else "Jobs of several boxes under injuries"
+    report = Report(title, scratch, configuration)
     results = Results(options.file)
     report.add(*map(str, results.said))
-    runs = plan_runs_of_boxes(options.runs, options.seed, names, num_steps=NUM_STEPS)
+    runs = plan_runs_of_boxes(
+        options.runs,
+        options.seed,
+        names,
+        num_steps=num_steps,
+        is_spread=is_spread,
+        disk_can_be_filled=fills_disks,
+    )
     todo = [run for run in runs if run.number not in results.right]
     problems: list[str] = []
     if todo:
-        stages = _Stages(scratch, options.boxes)
+        stages = _Stages(scratch, options.boxes, is_spread=is_spread, fills_disks=fills_disks)
         try:
             undisturbed = stages.runs.run_undisturbed()
             facts = {"seed": options.seed, "boxes": options.boxes, "undisturbed job": undisturbed.record.digest}
+            if is_spread:
+                facts |= {"spread": True, "full disks": fills_disks}
             results.begin(facts, {DatabaseKind.SQLITE: undisturbed.took_s})
             report.add(results.said[-1])
             for run in todo:
@@ -244,5 +342,5 @@ def run_on_boxes(options: argparse.Namespace, scratch: Path) -> int:
         finally:
             stages.close()
     report.add(*problems)
-    report_results(report, results.all, num_boxes=options.boxes)
+    report_results(report, results.all, num_boxes=options.boxes, is_spread=is_spread)
     return 0 if not problems and {run.number for run in runs} <= results.right else 1

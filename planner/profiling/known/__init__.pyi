@@ -3,6 +3,7 @@
 from windlass.planner.profiling.known.formulas import Formula as Formula
 from windlass.planner.profiling.known.formulas import Sizes as Sizes
 from windlass.planner.profiling.known.formulas import largest_value as largest_value
+from windlass.planner.profiling.known.known_configs import shape_of_config as shape_of_config
 from windlass.planner.profiling.known.known_model import KnownModel as KnownModel
 from windlass.planner.profiling.known.known_model import NotKnownError as NotKnownError
 from windlass.planner.profiling.known.known_model import known_facts as known_facts

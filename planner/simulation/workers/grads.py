@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.actors.job import gpu_worker_name
 from windlass.actors.messages import (
     ComputeBlock,
     GradChunk,
@@ -44,18 +43,22 @@ class Grads:
         self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
         clock, layout, plan = world.clock, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
-        self._resident = frozenset(map(BlockIndex, plan.device_blocks))
+        # Of blocks of other boxes, sums stay on the device until they leave, once a step.
+        self._borrowed = layout.borrowed
+        self._resident = frozenset(map(BlockIndex, (*plan.device_blocks, *self._borrowed)))
         self.pieces = GradPieces(gpu)
         self._committed = -1
         # Of these blocks' gradients, those that are in the memory for gradients in pieces.
         self._overlaid_blocks, self._num_overlaid = frozenset(plan.grad_overlaid_blocks), 0
         self._to_offload: Queue[ComputeBlock | _Partial] = Queue(clock)
         self._permits = Slots(clock, plan.num_grad_buffers)
-        whole = [block for block in layout.blocks if block.index not in self.pieces.blocks]
+        whole = [
+            block for block in layout.blocks if block.index not in self.pieces.blocks and layout.is_own(block.index)
+        ]
         numels: dict[int, int] = {block.index: block.numel for block in whole}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
-        numbers += Counter(numels[block] for shared in layout.shared for block in shared[1:])
+        numbers += Counter(world.numels[block] for shared in layout.shared for block in shared[1:])
         self._lanes, self._group_size = world.context.spec.training.lane_division, plan.group_size
         numbers += lane_buffers(
             [block.numel for block in layout.blocks],
@@ -65,7 +68,7 @@ class Grads:
             group_size=plan.group_size,
         )
         # Sums of tied params are fp32, whatever type they travel in. Here buffers of the same size count as fp32 too.
-        wide = {numels[block] for block in self._tied}
+        wide = {world.numels[block] for block in self._tied}
         self._flat_nbytes = {
             numel: numel * (PARTIAL_GRAD_ITEMSIZE if numel in wide else world.grad_itemsize) for numel in numbers
         }
@@ -172,6 +175,11 @@ class Grads:
             self._waiting[(operation.step, block)] = operation
             self._start_offloads(self._offload_queue.push(operation.step, block))
 
+    def hand_over(self, operation: ComputeBlock) -> None:
+        """Frees the sums of an operation for blocks of other boxes. `SharedParams` has copied them out."""
+        for _, block in self._sums.complete_for_others(operation.block, self._borrowed):
+            self._stays(block, -1)
+
     def updated(self, block: BlockIndex) -> None:
         """Frees the gradient of a block whose states are resident on the device."""
         self._stays(block, -1)
@@ -261,8 +269,11 @@ class Grads:
 
     def _offloaded(self, operation: ComputeBlock, chunks: tuple[GradChunk, ...]) -> None:
         shape = self.world.shape
-        for name in shape.holders(operation.block):
-            share = tuple(chunk for chunk in chunks if shape.optimizer_of(chunk.key) == name)
+        names = shape.holders(operation.block)
+        for name in names:
+            share = chunks
+            if len(names) > 1:
+                share = tuple(chunk for chunk in chunks if shape.optimizer_of(chunk.key) == name)
             self.world.send(
                 name, GradOffloaded(job=operation.job, step=operation.step, block=operation.block, chunks=share)
             )
@@ -306,7 +317,7 @@ class Grads:
         if following == self.gpu.rank:
             self.take_sum(message)
         else:
-            self.world.send(gpu_worker_name(following), message)
+            self.world.send(self.world.context.gpu_worker(following), message)
 
     def _bring_back(self) -> Process:
         while True:
@@ -333,7 +344,7 @@ class Grads:
         if context.plan.passes_sums_at_once:
             lane_slots = () if left.lane is None else left.lane.slots
             taken = SumTaken(job=left.job, step=left.step, slots=left.total.slots, lane_slots=lane_slots)
-            self.world.send(gpu_worker_name(rank_of(operation.group - 1, context.spec.num_ranks)), taken)
+            self.world.send(context.gpu_worker(rank_of(operation.group - 1, context.spec.num_ranks)), taken)
 
     def _num_flats(self, use: Use) -> int:
         """Returns the number of sums that a group leaves: the total, and an unfinished lane's."""

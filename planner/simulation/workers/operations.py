@@ -14,6 +14,7 @@ from windlass.actors.messages import BlockComputed, ComputeBlock, Loss, ParamReq
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.planner.simulation import Future, Process, Queue, SimulatedGpu
 from windlass.planner.simulation.workers.activations import Activations, Away
+from windlass.planner.simulation.workers.edges import SharedParams, StageEdges
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
 from windlass.planner.simulation.workers.pieces import Pieces
@@ -34,6 +35,8 @@ class Operations:
         feed: ParamFeed,
         grads: Grads,
         pieces: Pieces,
+        edges: StageEdges,
+        shared: SharedParams,
         computed: Callable[[BlockComputed], None],
     ) -> None:
         """`computed` is called with each finished operation."""
@@ -42,8 +45,9 @@ class Operations:
         self._feed = feed
         self._grads = grads
         self._pieces = pieces
+        self._edges, self._shared = edges, shared
         self._activations = Activations(gpu)
-        self._away: dict[tuple[int, int], list[Away]] = {}  # by block and micro-batch
+        self._away: dict[tuple[int, int, int], list[Away]] = {}  # by group, block and micro-batch of the group
         self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.clock)
         gpu.world.clock.process(self._run())
 
@@ -58,7 +62,7 @@ class Operations:
         passes = self._passes(operation.phase, request.block, 1.0)
         unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
         if unit:
-            self._pieces.begin(request, unit * self._num_microbatches(operation.group))
+            self._pieces.begin(request, unit * self.num_microbatches(operation.group))
 
     def _run(self) -> Process:
         world = self.world
@@ -76,11 +80,19 @@ class Operations:
                 start_s = world.clock.now
                 yield from self._grads.take(operation)
                 self._note(SpanKind.WAIT_GRAD_BUFFER, operation, operation.block, start_s)
+            num_microbatches = self.num_microbatches(operation.group)
+            if self._edges.source_of(operation) is not None or self._shared.takes(operation):
+                start_s = world.clock.now
+                yield from self._edges.receive(operation, num_microbatches)
+                yield from self._shared.wait_for(operation)
+                self._note(SpanKind.WAIT_BOX, operation, operation.block, start_s)
             computing = self._compute(operation, fetches)
             yield from self.gpu.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
             self._note_end_of_step(operation)
+            yield from self._shared.send_params(operation)
             for fetch in fetches:
                 self._feed.release(fetch)
+            yield from self._edges.send(operation, num_microbatches)
             is_head = operation.phase in (Phase.HEAD, Phase.EVALUATE_HEAD)
             self._computed(
                 BlockComputed(
@@ -99,8 +111,15 @@ class Operations:
                 self._grads.end_lanes(operation)
             if goes_backward and self._is_in_last_group(operation):
                 self._grads.complete(operation)
+                self._shared.send_sum(operation)
+                self._grads.hand_over(operation)
             elif goes_backward:
                 self._grads.queue_partial_sums(operation)
+
+    def num_microbatches(self, group: int) -> int:
+        """Returns the number of micro-batches of a group."""
+        group_size = self.world.context.plan.group_size
+        return min(group_size, self.world.context.spec.training.num_microbatches - group * group_size)
 
     def _is_in_last_group(self, operation: ComputeBlock) -> bool:
         return operation.group == self.world.context.plan.num_groups - 1
@@ -118,19 +137,19 @@ class Operations:
         num_rounded = sum(fetch.num_rounded for fetch in fetches)
         if num_rounded:
             yield from world.spend(num_rounded / world.rates.device_rounded_params)
-        num_microbatches = self._num_microbatches(operation.group)
+        num_microbatches = self.num_microbatches(operation.group)
         peak_nbytes = world.work.peak_nbytes.get(block, 0)
         self._activations.begin(Moment(operation.step, operation.op, block))
         is_streamed = bool(self._pieces.shares(block))
         if is_streamed and not world.rates.launches_ahead:
             self.begin_pieces(request)
         if operation.phase is Phase.HEAD:
-            self._prefetch(block - 1, 0)
+            self._prefetch(operation.group, block - 1, 0)
         self.gpu.level(_RUNNING, peak_nbytes)
         for microbatch in range(num_microbatches):
             if operation.phase is Phase.BACKWARD:
                 is_last = microbatch + 1 == num_microbatches
-                self._prefetch(*((block - 1, 0) if is_last else (block, microbatch + 1)))
+                self._prefetch(operation.group, *((block - 1, 0) if is_last else (block, microbatch + 1)))
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
         if num_added := self._grads.num_added(operation):
             yield from world.spend(num_added / world.rates.device_added_params)
@@ -148,9 +167,9 @@ class Operations:
             self._grads.pieces.begin(operation, microbatch)
             points += self._points_of_grads(operation, passes)
         if operation.phase is Phase.FORWARD:
-            points += self._points_out(operation.block, microbatch, compute_s)
+            points += self._points_out(operation, microbatch, compute_s)
         elif operation.phase is Phase.BACKWARD:
-            back = self._away.pop((operation.block, microbatch), [])
+            back = self._away.pop((operation.group, operation.block, microbatch), [])
             points += self._points_back(operation.block, back, passes[0][1])
         for at_s, act in sorted(points, key=itemgetter(0)):
             if at_s > passed_s:
@@ -201,9 +220,9 @@ class Operations:
             points.append((end_s, functools.partial(self._grads.pieces.leave, operation, piece)))
         return points
 
-    def _points_out(self, block: int, microbatch: int, compute_s: float) -> list[_Point]:
-        swapped = self.world.work.swapped_nbytes.get(block, ())
-        away = self._away[(block, microbatch)] = []
+    def _points_out(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> list[_Point]:
+        swapped = self.world.work.swapped_nbytes.get(operation.block, ())
+        away = self._away[(operation.group, operation.block, microbatch)] = []
 
         def put(nbytes: int) -> Process:
             away.append((yield from self._activations.put(nbytes)))
@@ -216,8 +235,8 @@ class Operations:
         get = self._activations.get
         return [(i * compute_s / len(away), functools.partial(get, tensor)) for i, tensor in enumerate(away)]
 
-    def _prefetch(self, block: int, microbatch: int) -> None:
-        for tensor in self._in_order_of_use(block, self._away.get((block, microbatch), [])):
+    def _prefetch(self, group: int, block: int, microbatch: int) -> None:
+        for tensor in self._in_order_of_use(block, self._away.get((group, block, microbatch), [])):
             self._activations.prefetch(tensor)
 
     def _in_order_of_use(self, block: int, away: list[Away]) -> list[Away]:
@@ -230,12 +249,8 @@ class Operations:
 
     def _compute_s(self, operation: ComputeBlock) -> float:
         group_size = self.world.context.plan.group_size
-        share = self._num_microbatches(operation.group) / group_size
+        share = self.num_microbatches(operation.group) / group_size
         return self.world.work.compute_s[(operation.phase, operation.block)] * share
-
-    def _num_microbatches(self, group: int) -> int:
-        group_size = self.world.context.plan.group_size
-        return min(group_size, self.world.context.spec.training.num_microbatches - group * group_size)
 
 
 def _goes_backward(operation: ComputeBlock) -> bool:

@@ -1,5 +1,6 @@
 """Simulates one CPU optimizer, as the real `CpuOptimizer` works."""
 
+import functools
 from dataclasses import dataclass
 
 from windlass.actors.messages import (
@@ -95,24 +96,27 @@ class Optimizer:
             if chunk.is_resident:
                 self._arrive(chunk)
             else:
-                self.world.clock.process(self._read(chunk))
+                self.world.clock.soon(functools.partial(self._read, chunk))
 
     def _arrive(self, chunk: QueuedChunk[_Chunk]) -> None:
         self._queue.arrived()
         self._arrived.put(chunk)
 
-    def _read(self, chunk: QueuedChunk[_Chunk]) -> Process:
+    def _read(self, chunk: QueuedChunk[_Chunk]) -> None:
+        """Reads a chunk's states, and then its gradient if that is on an SSD."""
         world, update, grad = self.world, chunk.item.update, chunk.item.grad
         key = grad.key
         numel = world.chunk_numel(key)
         itemsize = self._itemsize_of_cached if key in world.cached_params else self._read_itemsize
-        moves = [(itemsize * numel, SpanKind.READ_STATES)]
-        if grad.span is None:
-            moves.append((world.grad_itemsize * numel, SpanKind.READ_GRAD))
-        # Both reads are from the same SSD with the same priority, so they run one after the other.
-        for nbytes, kind in moves:
-            yield world.chunk_move(key, nbytes, kind, update.how.from_step, (update.step, key.block))
-        self._arrive(chunk)
+        step, priority = update.how.from_step, (update.step, key.block)
+
+        def read_grad() -> None:
+            # From the same SSD with the same priority, so it would come after the states in any case.
+            read = world.chunk_move(key, world.grad_itemsize * numel, SpanKind.READ_GRAD, step, priority)
+            read.then(functools.partial(self._arrive, chunk))
+
+        read = world.chunk_move(key, itemsize * numel, SpanKind.READ_STATES, step, priority)
+        read.then(functools.partial(self._arrive, chunk) if grad.span is not None else read_grad)
 
     def _run_updates(self) -> Process:
         world = self.world
@@ -131,12 +135,15 @@ class Optimizer:
             if chunk.is_resident:
                 self._done(chunk)
             else:
-                world.clock.process(self._write_back(chunk))
+                world.clock.soon(functools.partial(self._write_back, chunk))
 
-    def _write_back(self, chunk: QueuedChunk[_Chunk]) -> Process:
+    def _write_back(self, chunk: QueuedChunk[_Chunk]) -> None:
         world, update, key = self.world, chunk.item.update, chunk.item.grad.key
         nbytes = world.state_itemsize * world.chunk_numel(key)
-        yield world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
+        write = world.chunk_move(key, nbytes, SpanKind.WRITE_STATES, update.step, (update.step, key.block))
+        write.then(functools.partial(self._written, chunk))
+
+    def _written(self, chunk: QueuedChunk[_Chunk]) -> None:
         self._slots.give_back()
         self._done(chunk)
 

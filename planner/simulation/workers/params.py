@@ -72,7 +72,7 @@ class ParamFeed:
         numbers = param_buffers(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
             context.layout.shared,
-            resident=context.formats.lent(context.plan.device_blocks),
+            resident=(*context.formats.lent(context.plan.device_blocks), *context.layout.borrowed),
             num_ahead=context.spec.effective_ordering.max_prefetched,
         )
         self._buffers: BlockBuffers[int, _Params] = BlockBuffers(numbers)
@@ -141,8 +141,8 @@ class ParamFeed:
         world, block = self.world, request.block
         fetch = Fetch(request, world.clock.future())
         is_resident = block in world.context.plan.device_blocks
-        if is_resident and not world.context.formats.derives_param:
-            return fetch
+        if (is_resident and not world.context.formats.derives_param) or block in world.context.layout.borrowed:
+            return fetch  # params of another box have a buffer of their own
         numel = world.numels[block] - self._first(block)
         acquired = yield from self._acquire(numel, None if block in world.bounds else (block, request.step))
         fetch.buffer = acquired.buffer
@@ -177,9 +177,10 @@ class ParamFeed:
         while True:
             load, key, is_slot = yield from self._arrived.get()
             # Of a streamed block, only the elements after its pieces are copied here.
-            start = key.chunk * world.context.layout.chunk_numel
-            in_pieces = min(max(0, self._first(key.block) - start), world.chunk_numel(key))
-            nbytes = world.param_itemsize * (world.chunk_numel(key) - in_pieces)
+            numel = world.chunk_numel(key)
+            if key.block in world.bounds:
+                numel -= min(max(0, self._first(key.block) - key.chunk * world.context.layout.chunk_numel), numel)
+            nbytes = world.param_itemsize * numel
             if nbytes:
                 yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
             if is_slot and key.block in world.bounds:

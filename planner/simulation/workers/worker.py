@@ -15,6 +15,7 @@ from windlass.actors.messages import (
     ParamChunk,
     ParamsCopied,
     ParamUse,
+    Phase,
     RequestParams,
     SpanKind,
     SumPassed,
@@ -24,6 +25,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.worker_policy import ComputeReports, OperationWindow, UpdateActions, UpdateQueue
 from windlass.planner.simulation import Process, Queue, SimulatedGpu
+from windlass.planner.simulation.workers.edges import SharedParams, StageEdges
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.operations import Operations
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
@@ -40,10 +42,13 @@ class Worker:
         world = gpu.world
         self._feed = ParamFeed(gpu, ask_for_params, self._on_params_ready)
         self._grads = Grads(gpu, self._report_grad)
-        self._operations = Operations(gpu, self._feed, self._grads, Pieces(gpu), self._report_computed)
+        self._edges, self._shared = StageEdges(gpu), SharedParams(gpu)
+        self._operations = Operations(
+            gpu, self._feed, self._grads, Pieces(gpu), self._edges, self._shared, self._report_computed
+        )
         self._window = OperationWindow(world.shape.ordering)
         self._reports = ComputeReports(world.shape.job, gpu.name)
-        ordering, num_blocks = world.shape.ordering, len(world.shape.device_blocks)
+        ordering, num_blocks = world.shape.ordering, len(world.context.plan.device_blocks)
         self._update_queue = UpdateQueue(ordering.queues, ordering.max_updating_on_device, num_blocks)
         self._commands: Queue[UpdateBlock | FlushBlock] = Queue(world.clock)
         self._transit = world.pool("states in transit", world.context.plan.transit)
@@ -53,6 +58,9 @@ class Worker:
         """Handles a message from the scheduler."""
         match message:
             case ComputeBlocks():
+                for operation in message.operations:  # before their turn, because networks are slow
+                    self._edges.expect(operation, self._operations.num_microbatches(operation.group))
+                    self._shared.expect(operation)
                 self._begin(self._window.grant(message.operations))
             case CommitReached():
                 self._grads.commit_reached(message.step)
@@ -81,9 +89,17 @@ class Worker:
 
     def _report_computed(self, computed: BlockComputed) -> None:
         self._begin(self._window.computed())
-        report = self._reports.computed(computed, self.world.clock.now, is_idle=self._window.is_empty)
+        # The next operation may wait for another box.
+        is_due = self._window.is_empty or self._ends_pass(computed)
+        report = self._reports.computed(computed, self.world.clock.now, is_idle=is_due)
         if report is not None:
             self.world.send_to_scheduler(report)
+
+    def _ends_pass(self, computed: BlockComputed) -> bool:
+        """Returns whether an operation is the last one of a group's pass through one stage of several."""
+        context = self.world.context
+        last = context.stage.first if computed.phase is Phase.BACKWARD else context.stage.stop - 1
+        return len(context.spec.stages) > 1 and computed.block == last
 
     def _report_grad(self, operation: ComputeBlock) -> None:
         report = self._reports.gradient(operation, (1.0,), self.world.clock.now, is_idle=self._window.is_empty)

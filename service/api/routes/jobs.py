@@ -5,14 +5,14 @@ Endpoints only store requests; the dispatcher acts on them.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
-from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, trace_of
+from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, names_of_boxes, trace_of
 from windlass.engine.training_config import Initialization
 from windlass.service.api import (
     AuditDep,
@@ -43,13 +43,14 @@ from windlass.service.api.schemas import (
 )
 from windlass.service.auth import Caller, check_one_more_job, check_priority, check_room_to_store
 from windlass.service.data import deletion
-from windlass.service.installation import check_is_here, is_local, node_of
+from windlass.service.installation import Settings, check_is_here, is_local, node_of
 from windlass.service.jobs import (
     end_for_restart,
     has_plan,
     job_dir,
     note_restart,
     plan_restart,
+    stages_of,
     why_it_waits_for_room,
 )
 from windlass.service.machine import check_gpus
@@ -86,15 +87,11 @@ def create_job(
     digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
     with context.database.read() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(
-                job, box=_boxes(context, session).get(job.node), is_here=is_local(context.settings, job)
-            )
+            return _with_metrics(context, session, [job])[0]
     new = _new_job(context, caller, body, idempotency_key, digest)
     with context.database.write() as session:
         if (job := _made_before(session, caller, idempotency_key, digest)) is not None:
-            return JobObject.of(
-                job, box=_boxes(context, session).get(job.node), is_here=is_local(context.settings, job)
-            )
+            return _with_metrics(context, session, [job])[0]
         for param, file_id in (("training_file", new.training_file), ("validation_file", new.validation_file)):
             if file_id is not None:
                 _check_file(context, session, caller, param, file_id)
@@ -103,7 +100,7 @@ def create_job(
         check_room_to_store(session, context.settings, caller)
         job = JobRepository(session).create(new)
         audit(session, job.id)
-        return JobObject.of(job, box=HEAD_NAME)
+        return JobObject.of(job, box=HEAD_NAME, boxes=_boxes_without_parts(context.settings, job))
 
 
 @router.get("")
@@ -194,7 +191,7 @@ def restart_job(
         job = JobRepository(session).create(restart.new)
         note_restart(session, job.id, restart)
         audit(session, job.id)
-        return JobObject.of(job, box=HEAD_NAME)
+        return JobObject.of(job, box=HEAD_NAME, boxes=_boxes_without_parts(context.settings, job))
 
 
 def _request(
@@ -321,7 +318,7 @@ def get_timeline(
         )
     about = {"job_id": job_id, "step": found.step, "held_steps": held, "summary": found.summary}
     # Not validated by a model, because a trace has thousands of events.
-    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about))
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, boxes=names_of_boxes(found.summary)))
 
 
 @router.get("/{job_id}/checkpoints")
@@ -369,7 +366,7 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
     last_metrics = EventRepository(session).last_metrics([job.id for job in rows])
     rated_nbytes = context.settings.ssd_endurance_nbytes  # of the SSDs of this home
     boxes = _boxes(context, session)
-    parts = _names_of_parts(session, boxes)
+    parts = _names_of_parts(session, boxes, [job.id for job in rows])
     return [
         JobObject.of(
             job,
@@ -378,19 +375,31 @@ def _with_metrics(context: Context, session: Session, jobs: Iterable[Job]) -> li
             has_plan=has_plan(context.settings, job),
             room_reason=why_it_waits_for_room(context.settings, job),
             box=boxes.get(job.node),
-            boxes=parts.get(job.id),
+            boxes=parts.get(job.id) or _boxes_without_parts(context.settings, job),
             is_here=is_local(context.settings, job),
         )
         for job in rows
     ]
 
 
-def _names_of_parts(session: Session, boxes: Mapping[str | None, str]) -> dict[str, list[str]]:
-    """Returns the boxes of each job over several boxes that was divided, in the order of its blocks."""
+def _names_of_parts(
+    session: Session, boxes: Mapping[str | None, str], job_ids: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the boxes of each of these jobs that was divided over several, in the order of its blocks."""
     return {
         job_id: [HEAD_NAME, *(boxes.get(part.node, "a removed box") for part in parts)]
-        for job_id, parts in PartRepository(session).by_job().items()
+        for job_id, parts in PartRepository(session).by_job(job_ids).items()
     }
+
+
+def _boxes_without_parts(settings: Settings, job: Job) -> list[str] | None:
+    """Returns the boxes of a job over several that has no parts: those it had or, before it is divided, asks for."""
+    asked = job.windlass.get("boxes")
+    if asked is None:
+        return None
+    if (plan := stages_of(settings, job.id)) is not None:
+        return [stage.box for stage in plan.stages]
+    return None if isinstance(asked, int) else [HEAD_NAME, *(name for name in asked if name != HEAD_NAME)]
 
 
 def _boxes(context: Context, session: Session) -> dict[str | None, str]:

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
-from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, trace_of
+from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, names_of_boxes, trace_of
 from windlass.planner.hardware import Hardware, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, Context, ContextDep, is_visible, model_hint
@@ -150,7 +150,8 @@ def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) ->
             code="timeline_not_held",
         )
     about = {"job_id": job_id, "simulated": True, "summary": found.summary}
-    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels))
+    boxes = names_of_boxes(found.summary)
+    return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels, boxes=boxes))
 
 
 def _correction_of(plan: JobPlan | None) -> dict[str, Any]:

@@ -257,7 +257,8 @@ class JobExtras(BaseModel):
     last_metrics: dict[str, Any] | None
     ssd_wear: dict[str, Any] | None
     box: str | None  # the box that has its files and states; null: of another service with the same database
-    boxes: list[str] | None  # those that have parts of it, in the order of its blocks; null: one box has all of it
+    # Those that share it, in the order of its blocks; null: one box has all of it, or they are not chosen yet.
+    boxes: list[str] | None
     is_here: bool  # whether this service has its files, so that it can tell their size, plan and timeline
 
 

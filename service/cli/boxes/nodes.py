@@ -1,5 +1,6 @@
 """Commands for the boxes of a service: on the head, and on a box that joins or leaves one."""
 
+import contextlib
 import os
 import re
 import socket
@@ -125,9 +126,20 @@ def leave(
     forget: Annotated[bool, typer.Option("--forget", help="Leave also if the head cannot be told.")] = False,
     home: Home = None,
 ) -> None:
-    """Leave the head: end this box's work, and remove its certificate. Jobs that have begun here do not go on."""
-    from windlass.service.cluster.box import BoxRemoved, HeadUnreachable, forget_head, leave_head, membership_of
+    """Leave the head: end this box's work, and remove its certificate. Jobs that have begun here do not go on.
+
+    Parts of jobs over several boxes are removed.
+    """
+    from windlass.service.cluster.box import (
+        BoxRemoved,
+        HeadUnreachable,
+        discard_parts,
+        forget_head,
+        leave_head,
+        membership_of,
+    )
     from windlass.service.processes import running_jobs, shut_down
+    from windlass.storage.sql import Database, migrate
 
     settings = load_settings(home)
     membership = membership_of(settings.home)
@@ -153,6 +165,10 @@ def leave(
             raise
         print(f"! {error}; run `windlass node remove {membership.name}` on the head")
     shut_down(settings, force=True)
+    migrate(settings.database_url)  # a box that was never started has no tables
+    with contextlib.closing(Database(settings.database_url)) as database:
+        for job_id in discard_parts(database, settings):
+            print(f"! some files or states of job {job_id} could not be removed")
     forget_head(settings.home)
     print(f"left {membership.head}; {settings.home} and its SSD directories are as they were, delete them if you like")
 

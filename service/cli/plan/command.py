@@ -58,7 +58,8 @@ def plan(
         list[str] | None,
         typer.Option(
             help="A YAML file, 'measured' (this one, and its settings; the default), the name of a published machine, "
-            "or a desktop such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md). Once for each kind of box."
+            "a desktop such as rtx4090:gpus=2,ram=128,ssds=2 (docs/hardware.md), or a box that has joined. Once for "
+            "each kind of box."
         ),
     ] = None,
     boxes: Annotated[
@@ -192,9 +193,9 @@ def plan(
         if boxes is not None:
             questions = [question, *map(question_about, kinds[1:])]
             status.update("planning each number of boxes: some seconds for each")
-            plans = _plans_over_boxes(kinds, questions)
+            plans, lacks = _plans_over_boxes(kinds, questions)
             warnings = list(dict.fromkeys(warning for kind in kinds for warning in unusual(kind.hardware)))
-            print_plans_over_boxes(kinds, plans, warnings, as_json=as_json)
+            print_plans_over_boxes(kinds, plans, lacks, warnings, as_json=as_json)
             raise typer.Exit(0 if plans else 2)
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
@@ -233,19 +234,22 @@ def plan(
         raise typer.Exit(2)
 
 
-def _plans_over_boxes(kinds: Sequence[Boxes], questions: "Sequence[PlanQuestion]") -> "list[StagesReport]":
+def _plans_over_boxes(
+    kinds: Sequence[Boxes], questions: "Sequence[PlanQuestion]"
+) -> "tuple[list[StagesReport], list[str]]":
+    """Returns the plans. If there are none, also what each box lacks with all boxes together."""
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.profiling import UnusableConfigError
-    from windlass.planner.stages import BoxKind, StagesError, plans_over_boxes
+    from windlass.planner.stages import BoxKind, StagesError, plans_over_boxes, what_boxes_lack
 
+    asked = [
+        BoxKind(name=kind.name, number=kind.number, question=question)
+        for kind, question in zip(kinds, questions, strict=True)
+    ]
     try:
-        return plans_over_boxes(
-            [
-                BoxKind(name=kind.name, number=kind.number, question=question)
-                for kind, question in zip(kinds, questions, strict=True)
-            ]
-        )
+        plans = plans_over_boxes(asked)
+        return plans, [] if plans else what_boxes_lack(asked)
     except StagesError as error:
         raise CommandError(f"--boxes: {error}") from None
     except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:

@@ -32,7 +32,21 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
     except UnknownMachineError as error:
         if Path(name).exists():
             return load(Hardware, Path(name))
-        raise CommandError(f"--hardware: there is no file {name}, and {error}; '{MEASURED}' is this machine") from None
+        boxes = _hardware_of_boxes(settings)
+        if name in boxes:
+            return boxes[name]
+        joined = f", and {', '.join(boxes)} {'is a box' if len(boxes) == 1 else 'are boxes'} of it" if boxes else ""
+        raise CommandError(
+            f"--hardware: there is no file {name}, and {error}; '{MEASURED}' is this machine{joined}"
+        ) from None
+
+
+def _hardware_of_boxes(settings: Settings) -> dict[str, Hardware]:
+    if not (settings.home / "cluster").is_dir():
+        return {}
+    from windlass.service.cluster.head import hardware_of_boxes  # it loads the database's library
+
+    return hardware_of_boxes(settings)
 
 
 def measured_network_gb_per_s(settings: Settings) -> float | None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from windlass.amounts import GB
 from windlass.planner.hardware import Hardware
 from windlass.service.cli import CommandError, print_columns
+from windlass.service.cli.plan.inputs import MEASURED
+from windlass.service.validation import MAX_BOXES
 
 if TYPE_CHECKING:
     from windlass.planner.stages import StagesReport
@@ -83,17 +85,28 @@ def boxes_of(
 
 
 def print_plans_over_boxes(
-    kinds: Sequence[Boxes], plans: "Sequence[StagesReport]", warnings: Sequence[str], *, as_json: bool
+    kinds: Sequence[Boxes],
+    plans: "Sequence[StagesReport]",
+    lacks: Sequence[str],
+    warnings: Sequence[str],
+    *,
+    as_json: bool,
 ) -> None:
-    """Prints the plans, which are sorted by step time, in words or as one JSON object."""
-    notes = [*_NOTES, *_network_note(kinds)]
+    """Prints the plans, which are sorted by step time, in words or as one JSON object.
+
+    `lacks`: if there are none, what each box lacks.
+    """
+    notes = [*_NOTES, *_network_note(kinds), *_boxes_note(kinds), *_formula_note(plans)]
     if as_json:
-        print(json.dumps({"plans": [asdict(plan) for plan in plans], "notes": notes, "warnings": warnings}, indent=2))
+        found = {"plans": [asdict(plan) for plan in plans], "lacks": lacks, "notes": notes, "warnings": warnings}
+        print(json.dumps(found, indent=2))
         return
     for warning in warnings:
         print(f"! {warning}")
     if not plans:
-        print("it does not fit on any number of these boxes; `windlass plan` for one box tells what is missing")
+        print("it does not fit on any number of these boxes")
+        for lack in lacks or ["it is close to their memory: add memory, or one more box"]:
+            print(f"  {lack}")
         return
     one = min((plan.step_s for plan in plans if len(plan.boxes) == 1), default=None)
     rows: list[tuple[str, ...]] = [
@@ -111,6 +124,19 @@ def _network_note(kinds: Sequence[Boxes]) -> Iterator[str]:
             rate = kind.hardware.network_gb_per_s
             yield f"network: {rate:.3g} GB/s, the slowest that `windlass doctor --network` has measured between boxes"
             return
+
+
+def _boxes_note(kinds: Sequence[Boxes]) -> Iterator[str]:
+    if any(kind.name == MEASURED and kind.number > 1 for kind in kinds):
+        yield "all boxes are taken to be like this machine; --hardware names others, and --boxes the number of each"
+    if (number := sum(kind.number for kind in kinds)) > MAX_BOXES:
+        yield f"a job has at most {MAX_BOXES} boxes, of the {number} that were planned"
+
+
+def _formula_note(plans: "Sequence[StagesReport]") -> Iterator[str]:
+    by_formula = [boxes_in_words(plan) for plan in plans if not plan.is_simulated]
+    if by_formula:
+        yield f"steps are simulated, but for {'; '.join(by_formula)}: these are by a formula, and may be too short"
 
 
 def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:

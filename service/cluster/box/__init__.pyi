@@ -17,3 +17,4 @@ from windlass.service.cluster.box.join import match_versions as match_versions
 from windlass.service.cluster.box.join import meet_head as meet_head
 from windlass.service.cluster.box.join import settings_of_box as settings_of_box
 from windlass.service.cluster.box.join import url_of_head as url_of_head
+from windlass.service.cluster.box.parts import discard_parts as discard_parts

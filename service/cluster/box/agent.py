@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +26,12 @@ from windlass.service.cluster.box.connection import (
 )
 from windlass.service.cluster.box.head_link import HeadLink
 from windlass.service.cluster.box.link_upkeep import LinkUpkeep
+from windlass.service.cluster.box.parts import Parts
 from windlass.service.cluster.box.probes import Probes
 from windlass.service.cluster.box.transfers import Sendings, Takings
 from windlass.service.data import deletion
 from windlass.service.dispatcher import read_capacity
-from windlass.service.installation import Settings, about, link_host_of, node_of
+from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import MachineResources
 from windlass.service.machine.fleet import (
     MOST_JOBS,
@@ -39,9 +39,6 @@ from windlass.service.machine.fleet import (
     CapacityReport,
     FactsHere,
     InstructionMessage,
-    LinkPortError,
-    PartOrder,
-    PartReport,
     Silence,
     SsdSpaceReport,
     SyncReply,
@@ -50,7 +47,6 @@ from windlass.service.machine.fleet import (
     model_name,
     note_answer,
     read_silence,
-    reserve_link_port,
     write_hold,
 )
 from windlass.storage.files import write_atomically
@@ -61,9 +57,6 @@ from windlass.storage.sql.repositories import (
     Instruction,
     JobReport,
     MirrorRepository,
-    PartRepository,
-    PartState,
-    job_of_row,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -120,6 +113,7 @@ class Agent:
         self._node = node_of(settings.home)
         self._takings = Takings(settings, link, lambda: self._name)
         self._sendings = Sendings(settings, link, lambda: self._name)
+        self._parts = Parts(database, settings, self._takings, name)
         self._probes = Probes(settings)
         self._memory = _Memory(settings.home, clock)
         self._done = self._memory.read_done()
@@ -129,8 +123,6 @@ class Agent:
         self._told_capacity_at = -_CAPACITY_INTERVAL_S
         self._speed: float | None = None  # of the link, in bytes per second
         self._speed_at: float | None = None
-        # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
-        self._ports: dict[tuple[str, int], socket.socket] = {}
         self._lost: dict[str, str] = {}  # why jobs that the head counts on are not here
 
     # --- one call -----------------------------------------------------------------------------------------------------
@@ -161,9 +153,9 @@ class Agent:
         if self._upkeep is not None:
             self._upkeep.tend()
         num_done = len(self._done)
-        parts = self._parts()
+        parts = self._parts.all()
         self._match(jobs, parts, reply)
-        self._match_parts(parts, reply.parts)
+        self._parts.match(parts, reply.parts)
         self._carry_out(reply.instructions)
         self._probes.follow(reply.probe)
         is_measuring = reply.probe is not None
@@ -174,8 +166,7 @@ class Agent:
         self._probes.close()
         self._takings.close()
         self._sendings.close()
-        for kept in self._ports.values():
-            kept.close()
+        self._parts.close()
 
     def _held(self) -> Sequence[Job]:
         """Returns the jobs of the head that this box has. A home may have jobs of its own from before it joined."""
@@ -199,7 +190,7 @@ class Agent:
             held=tuple(job.id for job in jobs),
             jobs=tuple(reports),
             copying=copying,
-            parts=self._told_parts(),
+            parts=self._parts.reports(),
         )
 
     def _new_facts(self, now: float) -> BoxFacts | None:
@@ -288,97 +279,6 @@ class Agent:
         self._lost = {job_id: why for job_id, why in self._lost.items() if job_id in reply.cursors}
         for job_id in reply.cursors.keys() - held - takes - self._lost.keys():
             self._take(job_id)  # this box's database was restored from an older backup, or lost
-
-    # --- parts of jobs over several boxes -----------------------------------------------------------------------------
-
-    def _parts(self) -> Sequence[JobPart]:
-        with self._database.read() as session:
-            return PartRepository(session).on(self._node)
-
-    def _told_parts(self) -> dict[str, PartReport]:
-        """Returns what the box tells of its parts, also of those whose files are being copied."""
-        texts, reports = self._takings.texts(), dict[str, PartReport]()
-        for part in self._parts():
-            told, port = texts.get(part.job_id, part.told), None
-            if part.state == PartState.READY.value:
-                try:
-                    port = self._port_of(part)
-                except LinkPortError as error:
-                    told = str(error)
-            reports[part.job_id] = PartReport(
-                position=part.position, state=PartState(part.state), served=part.served, port=port, told=told
-            )
-        for key in self._ports.keys() - {(job_id, told.served) for job_id, told in reports.items()}:
-            self._ports.pop(key).close()
-        return reports
-
-    def _port_of(self, part: JobPart) -> int | None:
-        """Returns the port that is kept for the next attempt of a part. Raises LinkPortError."""
-        host, key = link_host_of(self._settings), (part.job_id, part.served)
-        if host is None:
-            return None
-        if key not in self._ports:
-            self._ports[key] = reserve_link_port(host, self._settings.link_port_range)
-        port: int = self._ports[key].getsockname()[1]
-        return port
-
-    def _match_parts(self, parts: Sequence[JobPart], orders: Mapping[str, PartOrder]) -> None:
-        """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
-        known = {part.job_id: part for part in parts}
-        for part in known.values():
-            if part.job_id not in orders:
-                self._remove_part(part)
-            elif part.state == PartState.COPYING.value:
-                self._take_part(part)
-        for job_id, order in orders.items():
-            link = None if order.link is None else order.link.model_dump(mode="json")
-            before = known.get(job_id)
-            told = None if before is None else (before.attempt, before.link, before.is_over)
-            is_behind = before is not None and before.state == PartState.READY.value and before.served < order.ended
-            if told == (order.attempt, link, False) and not is_behind:
-                continue
-            with self._database.write() as session:
-                rows = PartRepository(session)
-                rows.add(job_id, self._node, position=order.position, state=PartState.COPYING)
-                rows.want(job_id, self._node, attempt=order.attempt, link=link, is_over=False)
-                rows.give_up(job_id, self._node, order.ended)
-
-    def _take_part(self, part: JobPart) -> None:
-        row = self._takings.take(part.job_id)
-        if row is None or not self._takings.end(part.job_id):
-            return
-        state, told = PartState.READY, None
-        if row["attempt"] != 0:
-            state, told = PartState.LOST, f"box {self._name} has lost its part of the states"
-        with self._database.write() as session:
-            PartRepository(session).tell(part.job_id, self._node, state=state, served=0, told=told)
-        _LOG.info("part %d is %s", part.position, state.value, extra=about(part.job_id))
-
-    def _remove_part(self, part: JobPart) -> None:
-        """Removes a part, its row last, once the dispatcher has ended its processes. It goes on with the next call."""
-        if not self._takings.end(part.job_id):
-            return
-        # First, so that the dispatcher begins no attempt any more.
-        with self._database.write() as session:
-            parts = PartRepository(session)
-            parts.want(part.job_id, self._node, attempt=0, link=None, is_over=True)
-            now = parts.find(part.job_id, self._node)
-        if now is None or now.state == PartState.RUNNING.value:
-            return
-        row = self._takings.row(part.job_id)
-        try:
-            if row is not None:
-                model = model_name(job_of_row(row, attempt=now.served))
-                if not deletion.remove_job_files(self._settings, part.job_id, attempt=now.served, model=model):
-                    return
-            deletion.remove_job_folder(self._settings, part.job_id)
-        except OSError as error:
-            _LOG.warning("its part could not be removed yet: %s", error, extra=about(part.job_id))
-            return
-        self._takings.forget(part.job_id)
-        with self._database.write() as session:
-            PartRepository(session).remove(part.job_id, self._node)
-        _LOG.info("its part was removed", extra=about(part.job_id))
 
     def _take(self, job_id: str) -> bool:
         """Goes on with taking a job. Returns whether it is here."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from windlass.amounts import GIB
+from windlass.amounts import GIB, bytes_text
 from windlass.service.cluster.box.connection import BoxRemoved, HeadRefused, HeadUnreachable
 from windlass.service.cluster.box.fetch import Blobs, NoRoomHereError, Progress, WrongContentError
 from windlass.service.cluster.box.head_link import HeadLink
@@ -93,7 +93,7 @@ class Takings:
         return {job_id: self._text(transfer) for job_id, transfer in list(self._transfers.items())}
 
     def _text(self, transfer: _Transfer) -> str:
-        if (progress := transfer.progress) is None:
+        if (progress := transfer.progress) is None or not progress.total_nbytes:
             return transfer.text
         return f"{amount_text(progress)} copied to box {self._box_name()}, {rate_text(progress)}"
 
@@ -114,19 +114,16 @@ class Takings:
 
     def taken(self) -> set[str]:
         """Returns the jobs that this box has begun to take and has not discarded."""
-        return {path.stem for path in taken_dir(self._settings.home).glob("*.json")}
+        return taken_jobs(self._settings)
 
     def row(self, job_id: str) -> dict[str, Any] | None:
         """Returns the row of a taken job as the head told it, None if this box has not begun to take it."""
-        content = self._content(job_id)
+        content = taken_content(self._settings, job_id)
         return None if content is None else content.row
 
     def forget(self, job_id: str) -> None:
         """Forgets a job whose folder is removed, and the contents that only it had."""
-        content = self._content(job_id)
-        if content is not None:
-            self._blobs.forget_job(content.files, self._in_use(but=job_id))
-        taken_file(self._settings.home, job_id).unlink(missing_ok=True)
+        forget_taken(self._settings, job_id)
 
     def close(self) -> None:
         """Ends all transfers. What has arrived stays."""
@@ -143,7 +140,7 @@ class Takings:
         if content.row["attempt"] != 0:  # its states are elsewhere, or lost
             return content.row
         write_atomically(taken_file(self._settings.home, job_id), content.model_dump_json())
-        in_use = self._in_use(but=job_id)
+        in_use = _in_use(self._settings, but=job_id)
         try:
             self._blobs.fetch(
                 self._link, job_id, content.files, cancel=transfer.cancel, in_use=in_use, on_begin=transfer.show
@@ -152,15 +149,30 @@ class Takings:
             transfer.progress = None
         return content.row
 
-    def _in_use(self, *, but: str) -> set[str]:
-        contents = (self._content(job_id) for job_id in self.taken() if job_id != but)
-        return {file.sha256 for content in contents if content is not None for file in content.files}
 
-    def _content(self, job_id: str) -> JobContent | None:
-        try:
-            return JobContent.model_validate_json(taken_file(self._settings.home, job_id).read_text())
-        except (OSError, ValidationError):
-            return None
+def taken_jobs(settings: Settings) -> set[str]:
+    """Returns the jobs that this box has begun to take and has not discarded."""
+    return {path.stem for path in taken_dir(settings.home).glob("*.json")}
+
+
+def taken_content(settings: Settings, job_id: str) -> JobContent | None:
+    """Returns the row and the files of a taken job as the head told them, None if it has not begun to be taken."""
+    try:
+        return JobContent.model_validate_json(taken_file(settings.home, job_id).read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def forget_taken(settings: Settings, job_id: str) -> None:
+    """Forgets a job whose folder is removed, and the contents that only it had."""
+    if (content := taken_content(settings, job_id)) is not None:
+        Blobs(settings).forget_job(content.files, _in_use(settings, but=job_id))
+    taken_file(settings.home, job_id).unlink(missing_ok=True)
+
+
+def _in_use(settings: Settings, *, but: str) -> set[str]:
+    contents = (taken_content(settings, job_id) for job_id in taken_jobs(settings) if job_id != but)
+    return {file.sha256 for content in contents if content is not None for file in content.files}
 
 
 class Sendings:
@@ -298,7 +310,10 @@ def _transfer_of(transfers: dict[str, _Transfer], job_id: str, text: str) -> _Tr
 
 
 def amount_text(progress: Progress) -> str:
-    """Formats the bytes of a transfer: "3.1 of 14.2 GiB"."""
+    """Formats the bytes of a transfer: "3.1 of 14.2 GiB". Small ones have other units."""
+    if progress.total_nbytes < GIB:
+        done, total = bytes_text(progress.done_nbytes), bytes_text(progress.total_nbytes)
+        return f"{done} of {total}"
     return f"{progress.done_nbytes / GIB:.1f} of {progress.total_nbytes / GIB:.1f} GiB"
 
 

@@ -7,11 +7,9 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
-
-from sqlalchemy.exc import SQLAlchemyError
 
 from windlass.service.installation import Settings, node_of
 from windlass.service.machine.fleet import LinkProbe, ProbeAnswer, ProbeAsk, ProbeResult, link_name, link_name_of_head
@@ -65,16 +63,6 @@ def probe_of(box: Box) -> ProbeAsk | None:
 def pairs_of(ends: Sequence[NetworkEnd]) -> Sequence[tuple[NetworkEnd, NetworkEnd]]:
     """Returns all pairs in the order in which they are measured."""
     return list(itertools.combinations(ends, 2))
-
-
-def slowest_rate(settings: Settings) -> float | None:
-    """Returns the slowest measured rate between present boxes, in bytes per second; None: nothing can be read."""
-    try:
-        with closing(Database(settings.database_url)) as database, database.read() as session:
-            rates = BoxRepository(session).rates(node_of(settings.home))
-            return min((rate.bytes_per_s for rate in rates), default=None)
-    except SQLAlchemyError:  # such as a database that was not migrated yet
-        return None
 
 
 class NetworkCheck:

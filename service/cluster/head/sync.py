@@ -11,14 +11,17 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 import windlass
+from windlass.planner.stages import StagesPlan
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
+from windlass.service.jobs import keep_stages, stages_digest
 from windlass.service.machine.fleet import (
     InstructionMessage,
     PartOrder,
+    PartReport,
     ReportedRow,
     SyncReply,
     SyncRequest,
@@ -30,7 +33,7 @@ from windlass.service.machine.fleet import (
     result_file_id,
 )
 from windlass.service.validation import ApiError, JobSettings, job_id_prefix
-from windlass.storage.sql import ACTIVE_STATUSES, TERMINAL_STATUSES, Box, Database, Job, JobStatus
+from windlass.storage.sql import ACTIVE_STATUSES, TERMINAL_STATUSES, Box, Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
     BoxRepository,
     BoxState,
@@ -141,20 +144,44 @@ class _Syncing:
             elif before is not None and is_its and told.told not in (None, before.told) and told.state in _WORKING:
                 message = f"Box {box.name}: {told.told}"
                 EventRepository(session).add(job_id, attempt=told.served, message=message, level="warn")
-            parts.tell(job_id, box.node, state=told.state, served=told.served, told=told.told, port=told.port)
+            state, why = self._state_of(box, job_id, told) if is_its else (told.state, told.told)
+            parts.tell(job_id, box.node, state=state, served=told.served, told=why, port=told.port)
         for part in parts.on(box.node):
             job = JobRepository(session).find(part.job_id)
             if job is not None and job.status in ACTIVE_STATUSES:
                 runs = job.status in (JobStatus.RUNNING, JobStatus.PAUSING) and job.attempt == part.attempt
-                attempt, link = (part.attempt, part.link) if runs else (0, None)
+                is_reserved = job.status is JobStatus.QUEUED and part.link is None and part.attempt > job.attempt
+                attempt, link = (part.attempt, part.link) if runs or is_reserved else (0, None)
                 ended = job.attempt - 1 if runs else job.attempt
                 orders[part.job_id] = PartOrder.model_validate(
-                    {"position": part.position, "attempt": attempt, "ended": max(0, ended), "link": link}
+                    {
+                        "position": part.position,
+                        "attempt": attempt,
+                        "ended": max(0, ended),
+                        "ends_at_once": not runs and _never_began(job, part),
+                        "link": link,
+                        "plan": stages_digest(self.settings, part.job_id),
+                    }
                 )
             elif part.job_id not in news.parts:
                 parts.remove(part.job_id, box.node)
                 after.ended_jobs.append(part.job_id)
         return orders
+
+    def _state_of(self, box: Box, job_id: str, told: PartReport) -> tuple[PartState, str | None]:
+        """Returns the state of a box's part, and the words about it. A part of another division cannot be used."""
+        here = stages_digest(self.settings, job_id)
+        if here is None and told.division is not None:  # this home was restored from an older backup
+            try:
+                keep_stages(self.settings, job_id, StagesPlan.from_json(told.division))
+            except (OSError, ValueError) as error:
+                _warn(box, job_id, str(error))
+            here = stages_digest(self.settings, job_id)
+        if here is None or told.plan == here or told.state not in _WORKING:
+            return told.state, told.told
+        if told.served:
+            return PartState.LOST, f"box {box.name} has a part of another division of the job"
+        return PartState.COPYING, told.told  # it was planned anew since
 
     def _apply(self, session: Session, box: Box, report: JobReport, after: _After) -> tuple[str, ...]:
         """Writes a report. Returns the results that it names and that have not arrived; its fields then wait."""
@@ -212,6 +239,11 @@ class _Syncing:
 
     def _has_model(self, name: str) -> bool:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _never_began(job: Job, part: JobPart) -> bool:
+    """Returns whether a box still has processes of an attempt that has ended before all boxes were connected."""
+    return part.state == PartState.RUNNING.value and job.journal_attempt < part.served == job.attempt
 
 
 def _warn(box: Box, job_id: str, why: str) -> None:

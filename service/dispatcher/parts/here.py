@@ -5,19 +5,19 @@ lost. Its row says how far it is; the agent tells the head.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from windlass.actors.job import last_error
 from windlass.service.data import remove_arenas
 from windlass.service.dispatcher import AttemptWatch, Runners, have_exited
 from windlass.service.dispatcher.parts.links import link_config
 from windlass.service.installation import Settings, about
-from windlass.service.jobs import MachineResources, build_stage_spec, stages_of
+from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, stages_of
 from windlass.service.machine.fleet import JobContent, PartLink, taken_file
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Database, Job, JobPart
-from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
+from windlass.storage.sql.repositories import HELD_FOR_PART, PartRepository, PartState, job_of_row
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,22 +54,25 @@ class PartsHere:
         self._why_hold = None
         for part in parts:
             if part.state == PartState.RUNNING.value or self._is_wanted(part):
-                self._why_hold = "this box works on a part of a job over several boxes"
+                self._why_hold = HELD_FOR_PART
             try:
                 if part.state == PartState.RUNNING.value:
                     self._watch(part)
-                elif part.state == PartState.READY.value and self._is_wanted(part) and not self.is_busy():
+                elif part.state == PartState.READY.value and self._may_begin(part):
                     self._begin(part)
             except Exception:  # noqa: BLE001  # one part's error must not stop the others
                 _LOG.exception("its part could not be served; it is tried again", extra=about(part.job_id))
 
     @staticmethod
     def _is_wanted(part: JobPart) -> bool:
-        """Returns whether the head wants an attempt that this box has not served."""
+        """Returns whether the head wants an attempt, now or soon, that this box has not served."""
         return part.attempt > part.served and not part.is_over
 
+    def _may_begin(self, part: JobPart) -> bool:
+        """Returns whether a wanted attempt may begin. Without a link, the box is only reserved for it."""
+        return self._is_wanted(part) and part.link is not None and not self.is_busy()
+
     def _begin(self, part: JobPart) -> None:
-        assert part.link is not None, "the head wants an attempt, and says how the boxes reach each other"
         with self.database.write() as session:  # first, so that what has begun is cleaned up
             if not PartRepository(session).begin(part.job_id, self.node, part.attempt):
                 return
@@ -94,13 +97,14 @@ class PartsHere:
         if is_wanted and self.runners.is_alive(JobId(part.job_id), attempt):
             return
         ending = self._ending.setdefault((part.job_id, part.served), AttemptWatch(attempt=attempt))
-        if not is_wanted and math.isinf(ending.kill_at):
-            ending.kill_at = now if part.is_over else now + _KILL_AFTER_S
+        if not is_wanted:
+            ending.kill_at = min(ending.kill_at, now if part.is_over else now + _KILL_AFTER_S)
         if not have_exited(self.runners, self.settings, part.job_id, ending, now):
             return
         del self._ending[part.job_id, part.served]
         remove_arenas()
-        self._tell(part, PartState.READY, served=part.served, told=part.told)
+        told = part.told or (last_error(job_dir(self.settings, part.job_id), attempt) if is_wanted else None)
+        self._tell(part, PartState.READY, served=part.served, told=told)
 
     def _job_of(self, part: JobPart) -> Job:
         text = taken_file(self.settings.home, part.job_id).read_text()

@@ -6,7 +6,7 @@ The head's own box is always the first. It has the scheduler, the journal and th
 import logging
 import shutil
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from windlass.planner.stages import StagesPlan
 from windlass.service.dispatcher import AskStages, Runners, fail_job
 from windlass.service.dispatcher.parts.links import link_config, new_links
-from windlass.service.dispatcher.placement import JoinedBox
+from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity
 from windlass.service.installation import Settings, about, link_host_of, node_of
 from windlass.service.jobs import (
     BoxKind,
@@ -51,13 +51,22 @@ from windlass.storage.sql.repositories import (
 
 _LOG = logging.getLogger(__name__)
 
+UNKNOWN_PARTS = (
+    "its boxes are not known, because the service was restored from a backup that is older than its division, and not "
+    "all of them have told of their parts yet; `windlass restart` begins it again from its newest exported model"
+)
+_ADOPTED = (
+    "Goes on with the division that its boxes have: the service was restored from a backup that is older than that"
+)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Planning:
     job_id: str
-    nodes: tuple[str, ...]
+    boxes: Sequence[JoinedBox]  # of which the plan chooses
     work_dir: Path
     preparation: Preparation
+    plan: StagesPlan | None = None  # once it is made; it may be for other boxes than the job waits for
 
 
 @dataclass(slots=True)
@@ -69,6 +78,8 @@ class SpreadJobs:
     runners: Runners
     resources: MachineResources
     ask: AskStages
+    look: Callable[[], MachineCapacity]  # at this box
+    choose: Callable[[str, Sequence[str]], None]  # makes boxes those of a job
     _planning: _Planning | None = None
     _ports: dict[str, socket.socket] = field(default_factory=dict)  # kept for the attempts of jobs
 
@@ -85,43 +96,60 @@ class SpreadJobs:
             kept.close()
         self._ports.clear()
 
-    def give(self, job: Job, boxes: Sequence[JoinedBox]) -> str | None:
-        """Plans a job over these boxes and the head's own, and gives each its part.
+    def give(self, job: Job, boxes: Sequence[JoinedBox], pools: Sequence[Sequence[JoinedBox]]) -> str | None:
+        """Plans a job over as many boxes as these and the head's own, and gives each its part.
 
-        Returns why the job waits, None if it has failed.
+        The plan chooses the boxes from the first of `pools`; if none of them fit, from the next. If they are not
+        `boxes`, the job gets its parts once it may begin on them. Returns why the job waits, None if it has failed.
         """
-        nodes = tuple(box.node for box in boxes)
         planning = self._planning
-        if planning is not None and planning.job_id == job.id and planning.nodes != nodes:
-            self.drop(keep=())
-            planning = None
         if planning is not None and planning.job_id != job.id:
             return "its plan over several boxes is made after that of another job"
-        if planning is None:
-            here = BoxKind.of_home(self.settings, self.resources, measured_hardware(self.settings))
-            named = [(HEAD_NAME, here), *((box.name, box.kind) for box in boxes)]
-            work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
-            try:
-                request = stages_request(self.settings, job, named, self._network_bytes_per_s(boxes))
-            except (OSError, ValueError) as error:
-                with self.database.write() as session:
-                    fail_job(session, job, "invalid_value", f"it cannot be planned over its boxes: {error}")
+        if planning is not None and not {box.node for box in planning.boxes} <= {box.node for box in pools[-1]}:
+            self.drop(keep=())
+            planning = None
+        try:
+            if planning is None:
+                planning = self._planning = self._begin(job, len(boxes), pools[0])
+            elif planning.plan is None:
+                planning.plan = self._poll(planning)
+        except PreparationError as error:
+            self.drop(keep=())
+            assert planning is not None, "it was polled"
+            if error.code == "does_not_fit" and len(planning.boxes) < len(pools[-1]):
+                planning = self._planning = self._begin(job, len(boxes), pools[-1])
+            else:
+                self._fail(job, error.code, error.message, error.param)
                 return None
-            self._planning = _Planning(job.id, nodes, work_dir, self.ask(work_dir, request))
-        else:
-            try:
-                plan = self._poll(planning)
-            except PreparationError as error:
-                with self.database.write() as session:
-                    fail_job(session, job, error.code, error.message, error.param)
-                return None
-            if plan is not None:
-                self._keep(job, boxes, plan)
-        names = ", ".join([HEAD_NAME, *(box.name for box in boxes)])
-        return f"its plan over the boxes {names} is being made"
+        except (OSError, ValueError) as error:
+            self._fail(job, "invalid_value", f"it cannot be planned over its boxes: {error}")
+            return None
+        if planning.plan is not None:
+            names = [stage.box for stage in planning.plan.stages[1:]]
+            if set(names) == {box.name for box in boxes}:
+                self.drop(keep=())
+                self._keep(job, boxes, planning.plan)
+            else:
+                self.choose(job.id, names)
+        names = [HEAD_NAME, *(box.name for box in planning.boxes)]
+        some = f"{len(boxes) + 1} of " if len(names) > len(boxes) + 1 else ""
+        return f"its plan over {some}the boxes {', '.join(names)} is being made"
+
+    def _begin(self, job: Job, number: int, boxes: Sequence[JoinedBox]) -> _Planning:
+        """Asks for a plan over the head's own box and so many of others. Raises OSError or ValueError."""
+        here = BoxKind.of_home(self.settings, self.resources, measured_hardware(self.settings))
+        named = [(HEAD_NAME, here, self.look().states_nbytes())]
+        named += [(box.name, box.kind, box.capacity.states_nbytes()) for box in boxes]
+        request = stages_request(self.settings, job, named, 1 + number, self._network_bytes_per_s(boxes))
+        work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
+        return _Planning(job.id, boxes, work_dir, self.ask(work_dir, request))
+
+    def _fail(self, job: Job, code: str, message: str, param: str | None = None) -> None:
+        with self.database.write() as session:
+            fail_job(session, job, code, message, param)
 
     def _network_bytes_per_s(self, boxes: Sequence[JoinedBox]) -> float | None:
-        """Returns the slowest measured rate between any two of a job's boxes, None if none was measured."""
+        """Returns the slowest measured rate between any two of a plan's boxes, None if none was measured."""
         ids = {HEAD_ID, *(box.id for box in boxes)}
         with self.database.read() as session:
             rates = BoxRepository(session).rates(node_of(self.settings.home))
@@ -129,14 +157,9 @@ class SpreadJobs:
 
     def _poll(self, planning: _Planning) -> StagesPlan | None:
         """Returns the plan, None if it is not made yet. Raises PreparationError if none can be made."""
-        try:
-            results = planning.preparation.poll()
-        except PreparationError:
-            self.drop(keep=())
-            raise
+        results = planning.preparation.poll()
         if results is None:
             return None
-        self.drop(keep=())
         shutil.rmtree(planning.work_dir, ignore_errors=True)
         return stages_of_answer(results[PLAN_STAGES])
 
@@ -156,6 +179,25 @@ class SpreadJobs:
                 EventRepository(session).add(job.id, attempt=0, message=note, level="warn")
             EventRepository(session).add(job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {told}")
         _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
+
+    def adopt(self, job: Job, parts: Sequence[JobPart]) -> str | None:
+        """Lets a divided job's row say what its plan says, as it does unless this home was restored from a backup.
+
+        Returns why the job waits, or None.
+        """
+        plan = stages_of(self.settings, job.id)
+        if plan is None or len(parts) < len(plan.stages) - 1:
+            return UNKNOWN_PARTS
+        try:
+            fields = fields_of_stages(job, plan)
+        except ValueError as error:
+            return str(error)
+        if fields["hyperparameters"] == job.hyperparameters:
+            return None
+        with self.database.write() as session:
+            JobRepository(session).set_fields(job.id, seen=job, **fields)
+            EventRepository(session).add(job.id, attempt=job.attempt, message=_ADOPTED, level="warn")
+        return _ADOPTED
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +220,16 @@ class SpreadJobs:
                 raise ReportedError(f"box {box.name} has not told its address for other boxes")
             addresses[link_name(box.name, box.id)] = (host, part.port)
         return new_links(addresses)
+
+    def reserve(self, job: Job, parts: Sequence[JobPart], *, is_wanted: bool) -> None:
+        """Lets the other boxes begin no jobs of their own, and end attempts at a commit, for a job that will begin."""
+        last = max([job.attempt, *(part.served for part in parts)])
+        for part in parts:
+            has = part.link is None and part.attempt > last
+            if has != is_wanted:
+                attempt = last + 1 if is_wanted else 0
+                with self.database.write() as session:
+                    PartRepository(session).want(job.id, part.node, attempt=attempt, link=None, is_over=False)
 
     @staticmethod
     def want(session: Session, job: Job, attempt: int, parts: Sequence[JobPart], links: Sequence[PartLink]) -> None:

@@ -24,6 +24,7 @@ from windlass.storage.ssd import (
     is_block_device,
     stripe_weights,
 )
+from windlass.storage.store import spaces_in
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,6 +88,14 @@ class MachineCapacity:
     def needs(self, job_id: str, demand: Demand) -> Amounts:
         """Returns the amounts that a waiting job still needs. They exclude its states that already lie on an SSD."""
         return {**_memory(demand, demand.buffers_nbytes), **self._disks(demand, job_id, of_its_own=False)}
+
+    def states_nbytes(self) -> int | None:
+        """Returns the most bytes of a new job's states that the SSDs have room for; None: they cannot be read."""
+        free = {ssd.disk: ssd.free_nbytes for ssd in self.ssds}
+        shares = defaultdict[str, float](float)
+        for ssd, share in zip(self.ssds, self._shares(), strict=True):
+            shares[ssd.disk] += share
+        return min((int(free[disk] / share) for disk, share in shares.items()), default=None)
 
     def _disks(self, demand: Demand, job_id: str, *, of_its_own: bool) -> Amounts:
         amounts: defaultdict[str, int] = defaultdict(int)
@@ -179,8 +188,8 @@ def _ssd(path: Path, disk: str) -> SsdSpace:
     volume = Volume.open(path, direct=False)
     try:
         held = {
-            str(job): UNIT_NBYTES * sum(part.count for part in space.taken)
-            for job, space in volume.allocations().items()
+            str(job): UNIT_NBYTES * sum(part.count for space in spaces.values() for part in space.taken)
+            for job, spaces in spaces_in(volume).items()
         }
         # In a file, the space of a killed process is not reclaimed, because reading the free space must not change the
         # volume.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,10 @@ class Fleet:
     is_used: bool = False  # a box has joined once, so that requests may name boxes
     known: Sequence[Box] = ()  # all that were not removed
     absent: Sequence[Box] = ()  # those that are away, or were removed
+    unreadable: Collection[str] = ()  # the homes of boxes whose facts cannot be read
+    names: Mapping[str, str] = field(default_factory=dict)  # of all boxes, removed ones too, by their homes
     parts: Mapping[str, Sequence[JobPart]] = field(default_factory=dict)  # of jobs over several boxes, by job
+    divided: Mapping[str, Job] = field(default_factory=dict)  # those jobs
     _began_at: float | None = None  # when the boxes were first read
     _kinds: dict[str, tuple[Mapping[str, Any], tuple[BoxFacts, BoxKind]]] = field(default_factory=dict)
 
@@ -73,6 +76,7 @@ class Fleet:
         with self.database.read() as session:
             known = BoxRepository(session).all(self.head, with_removed=True)
             self.is_used = bool(known)
+            self.names = {row.node: row.name for row in known}
             rows = self.known = [row for row in known if row.state != BoxState.REMOVED.value]
             # No box could call while this home's service was off. Each gets the time for it.
             now = self.clock()
@@ -80,17 +84,22 @@ class Fleet:
             is_early = now - self._began_at <= AWAY_AFTER_S
             self.absent = [row for row in known if row not in rows or (is_away(row) and not is_early)]
             self.parts = PartRepository(session).by_job() if known else {}
-            divided = {job_id: JobRepository(session).find(job_id) for job_id in self.parts}
+            self.divided = JobRepository(session).find_all(self.parts) if self.parts else {}
             if not rows:
+                self.unreadable = ()
                 return []
             holders = JobRepository(session).held_by([row.node for row in rows])
-        boxes = []
+        boxes = list[JoinedBox]()
         for row in rows:
             if (seen := self._kind(row)) is not None:
                 held = [job for job in holders if job.node == row.node]
                 mine = [part for parts in self.parts.values() for part in parts if part.node == row.node]
-                spread = [job for part in mine if (job := divided[part.job_id]) is not None and _works(part, job)]
+                spread = [
+                    job for part in mine if (job := self.divided.get(part.job_id)) is not None and _works(part, job)
+                ]
                 boxes.append(_box(row, *seen, held, spread))
+        readable = {box.node for box in boxes}
+        self.unreadable = {row.node for row in rows} - readable
         return boxes
 
     def _kind(self, row: Box) -> tuple[BoxFacts, BoxKind] | None:

@@ -13,7 +13,8 @@ The rule, job by job in the order of the queue:
 4. Else it waits for the box on which it would end first. Only there do later jobs leave it its room. It stays with the
    box for which it waited until it would end elsewhere in half the time. So it is not passed over again and again.
 
-A job over several boxes begins on all of them at once, or waits for all of them. On each it keeps its place.
+A job over several boxes begins on all of them at once, or waits for all of them. On each it keeps its place. Jobs pause
+for it if it then begins on all.
 
 So no open box is idle while a ready job waits that fits it. There are three exceptions. A job may ask for another box.
 It may end sooner on the box for which it waits. And it may be behind a job over several boxes.
@@ -74,7 +75,13 @@ class Candidate:
 
     def at(self, option: Option) -> Queued:
         """Returns the job as one box's queue sees it."""
-        return Queued(job_id=self.job_id, needs=option.needs, priority=self.priority, is_ready=self.is_ready)
+        return Queued(
+            job_id=self.job_id,
+            needs=option.needs,
+            priority=self.priority,
+            is_ready=self.is_ready,
+            is_part=self.together,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,7 @@ class Placement:
     decision: Decision  # on that box
     end_s: float | None = None  # predicted seconds until it ends there
     passes: bool = False  # it might begin on another box, but waits for this one
+    by_pausing: bool = False  # a job over several boxes begins on all of them once other jobs have paused for it
     elsewhere: Mapping[str, Decision] = field(default_factory=dict)  # on the other open boxes of its options
 
 
@@ -96,8 +104,11 @@ def place(boxes: Sequence[BoxState], queued: Sequence[Candidate]) -> Sequence[Pl
     for candidate in queued:
         placement = _place_together(rows, candidate) if candidate.together else _place(rows, candidate)
         for option in candidate.options if placement.box is not None else ():
-            if candidate.together or option.box == placement.box:
+            if option.box == placement.box:
                 rows[option.box].enter(candidate.at(option), placement.decision, option.run_s)
+            elif candidate.together:
+                decision = replace(placement.elsewhere[option.box], begins=placement.decision.begins)
+                rows[option.box].enter(candidate.at(option), decision, option.run_s)
         placements.append(placement)
     return placements
 
@@ -151,13 +162,25 @@ def _place(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placement:
 
 
 def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placement:
-    """Decides about a job over several boxes. No job is paused for it. While a box is not open, it keeps no room."""
+    """Decides about a job over several boxes. While a box is not open, it keeps no room.
+
+    Jobs pause for it only if it then begins on all of its boxes, and all at once.
+    """
     first = candidate.options[0]
     decisions = {
-        option.box: replace(rows[option.box].queue.decide(candidate.at(option)), pauses=(), will_pause=False)
+        option.box: rows[option.box].queue.decide(candidate.at(option))
         for option in candidate.options
         if option.box in rows
     }
+    begins = all(each.begins for each in decisions.values())
+    by_pausing = not begins and all(
+        each.begins or each.is_freed or each.pauses or each.will_pause for each in decisions.values()
+    )
+    if not by_pausing or any(each.will_pause for each in decisions.values()):
+        decisions = {
+            box: replace(each, pauses=(), will_pause=by_pausing and not (each.begins or each.is_freed))
+            for box, each in decisions.items()
+        }
     elsewhere = {box: decision for box, decision in decisions.items() if box != first.box}
     never = any(decision.never for decision in decisions.values())
     if never or len(decisions) < len(candidate.options):
@@ -168,7 +191,6 @@ def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placeme
             elsewhere=decisions,
         )
     here = decisions[first.box]
-    begins = all(decision.begins for decision in decisions.values())
     start_s = max(rows[option.box].start_s(option.needs) for option in candidate.options)
     end_s = start_s + _known(first.run_s)
     return Placement(
@@ -176,6 +198,7 @@ def _place_together(rows: Mapping[str, "_Row"], candidate: Candidate) -> Placeme
         box=first.box,
         decision=replace(here, begins=begins),
         end_s=None if math.isinf(end_s) else end_s,
+        by_pausing=by_pausing,
         elsewhere=elsewhere,
     )
 

@@ -28,6 +28,7 @@ class Holder:
     is_leaving: bool = False  # it was requested to end or to pause, or its processes are ending
     may_be_paused: bool = False  # by a job of higher priority
     may_leave_now: bool = True  # else its attempt must commit a step first
+    is_part: bool = False  # of a job over several boxes, which pauses only for another one, or on its first box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Queued:
     needs: Amounts
     priority: int = 0
     is_ready: bool = True  # else it keeps its place until it is ready
+    is_part: bool = False  # of a job over several boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Decision:
     waits_behind: str | None = None  # there is room, but this waiting job would then begin later
     pauses: tuple[str, ...] = ()  # jobs to pause for it
     will_pause: bool = False  # jobs will pause for it, once each has a step
+    is_freed: bool = False  # jobs that are leaving already make room for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +160,7 @@ def _decide(
         decision = Decision(job_id=candidate.job_id, missing=lacks)
     chosen = _jobs_to_pause(has, present, waiting, candidate) if candidate.is_ready else None
     if not chosen:
-        return decision
+        return replace(decision, is_freed=chosen is not None)
     if not all(holder.may_leave_now for holder in chosen):
         return replace(decision, will_pause=True)
     return replace(decision, pauses=tuple(holder.job_id for holder in chosen))
@@ -174,7 +177,11 @@ def _jobs_to_pause(
     """
     leaving = [holder for holder in present if holder.is_leaving]
     staying = [holder for holder in present if not holder.is_leaving]
-    weaker = [holder for holder in staying if holder.may_be_paused and holder.priority > candidate.priority]
+    weaker = [
+        holder
+        for holder in staying
+        if holder.may_be_paused and holder.priority > candidate.priority and (candidate.is_part or not holder.is_part)
+    ]
     if not leaving and not weaker:
         return None
     weaker.sort(key=lambda holder: (-holder.priority, -holder.created_at, holder.job_id))

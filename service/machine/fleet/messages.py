@@ -80,7 +80,11 @@ class PartOrder(_Message):
     position: int = Field(ge=1)  # of the box among the boxes of the job
     attempt: int = Field(default=0, ge=0)  # the attempt that it is to serve; 0: none
     ended: int = Field(default=0, ge=0)  # the last attempt that has ended; it is not to be begun any more
-    link: PartLink | None = None  # of that attempt
+    # That attempt had no step, so that processes that are left of it are killed. Else they may end by themselves.
+    ends_at_once: bool = False
+    # Of that attempt. None: it has not begun, and the box begins no other job before it.
+    link: PartLink | None = None
+    plan: str | None = None  # the SHA-256 of the job's plan over its boxes; None: the head has none
 
 
 class PartReport(_Message):
@@ -91,6 +95,9 @@ class PartReport(_Message):
     served: int = 0  # the attempt that it serves, or has served last
     port: int | None = Field(default=None, ge=1, le=65535)  # at which it listens for the next attempt
     told: str | None = None  # how far it is, or why it cannot, in words for users
+    plan: str | None = None  # the SHA-256 of the job's plan over its boxes, as this box has it; None: not yet
+    # That plan, if the head has none: its database was restored from a backup that is older than the division.
+    division: dict[str, Any] | None = None
 
 
 class SyncRequest(_Message):

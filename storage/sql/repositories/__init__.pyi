@@ -10,6 +10,7 @@ from windlass.storage.sql.repositories.audit import AuditResult as AuditResult
 from windlass.storage.sql.repositories.audit import audit_id as audit_id
 from windlass.storage.sql.repositories.boxes import AWAY_AFTER_S as AWAY_AFTER_S
 from windlass.storage.sql.repositories.boxes import HEAD_ID as HEAD_ID
+from windlass.storage.sql.repositories.boxes import HELD_FOR_PART as HELD_FOR_PART
 from windlass.storage.sql.repositories.boxes import REPORTED_COLUMNS as REPORTED_COLUMNS
 from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
 from windlass.storage.sql.repositories.boxes import BoxState as BoxState

@@ -137,6 +137,11 @@ class JobRepository:
         """Returns the job's current row regardless of its owner, None if there is none."""
         return self._session.get(Job, job_id, populate_existing=True)
 
+    def find_all(self, job_ids: Collection[str]) -> dict[str, Job]:
+        """Returns the current rows of jobs regardless of their owners. Those that do not exist are left out."""
+        query = select(Job).where(Job.id.in_(job_ids)).execution_options(populate_existing=True)
+        return {job.id: job for job in self._session.scalars(query)}
+
     def by_idempotency_key(self, owner: str | None, keys: Collection[str]) -> Job | None:
         """Returns the job that a request of this user with one of these keys created, None if there is none."""
         return self._session.scalar(select(Job).where(Job.owner == owner, Job.idempotency_key.in_(keys)).limit(1))

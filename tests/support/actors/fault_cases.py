@@ -184,7 +184,7 @@ ROWS = (
     Row(message=MemoryReported, to=(SCHEDULER,), is_awaited=False),
 )
 # The reports of a fault itself; base classes; carriers of messages that have cases; an
-# optimizer's own task, which is not sent; messages between boxes, whose faults are in `test_local_stages.py`.
+# optimizer's own task, which is not sent; messages between boxes, whose faults are in `test_faults_over_boxes.py`.
 WITHOUT_CASES = {
     Event,
     UserMessage,

@@ -18,6 +18,7 @@ from windlass.actors.gpu_worker.worker import GpuWorker
 from windlass.actors.job.context import SCHEDULER
 from windlass.actors.messages import ActorFailed, ComputeBlocks, ComputeProgressed, Message
 from windlass.actors.optimizer.worker import CpuOptimizer
+from windlass.actors.runtime.local_link import LocalLink
 from windlass.actors.scheduler import scheduler
 from windlass.actors.scheduler.scheduler import Scheduler
 from windlass.actors.ssd.param_server import ParamServer
@@ -163,7 +164,7 @@ def double_between_actors(fault: Fault | None = None) -> Iterator[Double]:
     double = Double(fault)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "_TICK_S", 0.1)  # timeouts are short here, so they are checked more often
-        for actor in (GpuWorker, CpuOptimizer, SsdServer, ParamServer, Scheduler):
+        for actor in (GpuWorker, CpuOptimizer, SsdServer, ParamServer, Scheduler, LocalLink):
             patch.setattr(actor, "post", _between(double, actor.post))
         patch.setattr(threads.GuardedThread, "at", _noting(double))
         run = Scheduler.run

@@ -21,6 +21,7 @@ _BRIDGE = "boxes"
 _RELAY = Path(__file__).with_name("relay.py")
 _LATENCY_MS = 200  # that a packet may wait in a shaped link before it is dropped
 _MIN_BURST_NBYTES = 16 << 10
+_NO_BOX = "02:00:00:00:00:fe"  # a hardware address
 
 
 class Direction(Flag):
@@ -196,6 +197,18 @@ class Box:
         """Ends every cut; a rate stays."""
         self._cut = Direction(0)
         self._set_link()
+
+    def part(self, other: "Box") -> None:
+        """Drops all packets between this box and another one silently. Both still reach all others."""
+        for end, peer in ((self, other), (other, self)):
+            # No box has this address, so the frames reach none.
+            command = ["ip", "neigh", "replace", peer.address, "lladdr", _NO_BOX, "dev", "eth0", "nud", "permanent"]
+            end.inside.run(command)
+
+    def join(self, other: "Box") -> None:
+        """Ends `part`."""
+        for end, peer in ((self, other), (other, self)):
+            end.inside.run(["ip", "neigh", "delete", peer.address, "dev", "eth0"])
 
     def shape(self, bits_per_s: float | None) -> None:
         """Limits the rate of each way. None: no limit."""

@@ -292,7 +292,9 @@ def _neighbours(
             target.copy_(arenas[pull.box][offer.span.offset : offer.span.offset + offer.span.nbytes])
             facts: dict[str, Any] = {"job": offer.job, "step": offer.step, "crossing": offer.crossing}
             end = 2 if offer.crossing.is_shared else 1
-            boxes[offer.box][end].take(SpanPulled(**facts, nbytes=offer.span.nbytes))
+            boxes[offer.box][end].take(
+                SpanPulled(**facts, box=pull.box, nbytes=offer.span.nbytes, start_s=0.0, end_s=0.0)
+            )
             boxes[pull.box][end].take(OfferTaken(**facts))
 
     with contextlib.ExitStack() as opened:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.boxes.benchmark import followed_by
+from benchmarks.chaos.jobs import Moment, Observer
 from benchmarks.chaos.plan import (
     KINDS_OF_BOXES,
+    KINDS_OF_SPREAD,
     ONLY_OF_BOXES,
     DatabaseKind,
     Injury,
@@ -94,6 +97,38 @@ def test_injuries_of_boxes_hit_each_box_and_only_those_that_they_may_hit() -> No
     for injury in injuries:
         if injury.kind in (Kind.CUT, Kind.SLOW):
             assert 1.0 <= injury.lasts_s <= 20.0
+
+
+def test_injuries_of_a_job_over_boxes_hit_each_box_and_last_as_long_as_they_should() -> None:
+    boxes = ["head", "box1", "box2"]
+
+    def plan(num_runs: int, *, fills_disks: bool = True) -> list[Run]:
+        return plan_runs_of_boxes(num_runs, 1, boxes, num_steps=40, is_spread=True, disk_can_be_filled=fills_disks)
+
+    runs = plan(15)
+    assert runs[:5] == plan(5)
+    injuries = [injury for run in runs for injury in run.injuries]
+    assert len(injuries) >= 60
+    assert set(KINDS_OF_SPREAD) == {injury.kind for injury in injuries}
+    assert Kind.FULL_DISK not in {injury.kind for run in plan(15, fills_disks=False) for injury in run.injuries}
+    for kind in (Kind.HEAD, Kind.SERVICE, Kind.PAUSED):
+        assert {injury.box for injury in injuries if injury.kind is kind} == {"head"}
+    cuts = Counter(each.lasts_s for each in injuries if each.kind in (Kind.CUT, Kind.APART, Kind.STOPPED))
+    assert set(cuts) == {3.0, 10.0, 60.0}
+    assert max(cuts.values()) - min(cuts.values()) <= 1
+
+
+def test_what_followed_an_injury_is_its_attempts_and_the_second_new_step() -> None:
+    observer = Observer("http://127.0.0.1:1", "job")
+    observer.began_s, observer.took_s = 100.0, 60.0
+    told = [(10, 0, 1), (20, 3, 1), (21, 4, 1), (30, 4, 2), (35, 5, 2), (40, 6, 2), (45, 6, 3), (55, 7, 3)]
+    observer.moments = [Moment(at_s=100.0 + at_s, step=step, attempt=attempt) for at_s, step, attempt in told]
+    kill = Injury(kind=Kind.RUNNER, after=0.0, by_step=1, lasts_s=0.0, box="head")
+    done = [Done(injury=kill, at_s=at_s) for at_s in (42.0, 20.5, 25.0)]
+    followed = [
+        (each.at_s, each.step, each.num_attempts, each.progress_s) for each in followed_by(done, observer, 100.0)
+    ]
+    assert followed == [(20.5, 3, 0, 14.5), (25.0, 4, 1, 15.0), (42.0, 6, 1, 18.0)]
 
 
 def test_what_is_wrong_is_counted_once_for_each_job() -> None:

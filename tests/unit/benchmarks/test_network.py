@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.network.benchmark import SHAPES, Measured, main, ratios
 from benchmarks.network.contenders import IPERF3, LINK, PLAIN_LINK, Run
+from benchmarks.network.steps import CASES, StepRun
 
 
 def runs(*rates: float, link_nbytes: int = 102) -> list[Run]:
@@ -19,7 +20,13 @@ def test_ratios_are_medians_over_rounds_and_the_smallest_of_the_limited_rates() 
     one.runs = {LINK: runs(9, 8, 10), PLAIN_LINK: runs(10, 10, 10), IPERF3: runs(10, 10, 10)}
     ten.runs = {LINK: runs(40), PLAIN_LINK: runs(50, link_nbytes=104), IPERF3: runs(50)}
     unshaped.runs = {LINK: runs(1), PLAIN_LINK: runs(2), IPERF3: runs(4)}
-    found = ratios((one, ten, unshaped))
+    steps = [
+        StepRun(case=case, network_bytes=1.0, steps_s=steps_s, formula_s=4.0, simulated_s=3.0)
+        for case, steps_s in zip(CASES, ((3.0, 5.0), (2.5, 2.5)), strict=True)
+    ]
+    found = ratios((one, ten, unshaped), steps)
+    assert found["step_over_bound_max"] == 1.0
+    assert found["simulator_error_max"] == 0.25
     assert found["link_over_iperf3"] == 0.8
     assert found["link_over_iperf3, 1 Gbit/s"] == 0.9
     assert found["tls_over_plain"] == 0.8
@@ -29,7 +36,9 @@ def test_ratios_are_medians_over_rounds_and_the_smallest_of_the_limited_rates() 
 
 
 def test_ratios_without_measurements_are_missing() -> None:
-    assert ratios(())["link_over_iperf3"] is None
+    found = ratios((), ())
+    assert found["link_over_iperf3"] is None
+    assert found["step_over_bound_max"] is None
 
 
 @pytest.mark.long
@@ -40,3 +49,6 @@ def test_quick_form_prints_its_ratios(
     main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {"link_over_iperf3", "tls_over_plain", "bytes_over_minimum_max"} <= found.keys()
+    # A busy machine makes steps longer; none is much shorter than the formula.
+    assert found["step_over_bound_max"] > 0.9
+    assert found["simulator_error_max"] >= 0.0

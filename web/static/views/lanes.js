@@ -2,21 +2,24 @@
 
 import { byId, make, setOptional, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
-import { isOnCpu, titleOf } from "./timeline.js";
+import { byBox, isOnCpu, titleOf } from "./timeline.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 1000;
 // Groups of activities, by the kinds of spans in docs/timeline.md.
 const GROUPS = {
+  waits: ["wait_box"],
   forward: ["forward", "evaluate", "evaluate_head"],
   backward: ["backward", "head"],
   update: ["update"],
-  params: ["read_params", "copy_params_in"],
-  gradients: ["copy_grad_out", "copy_partial_out", "copy_partial_in", "read_grad", "write_grad"],
+  params: ["read_params", "copy_params_in", "pull_shared", "pull_exported"],
+  gradients: ["copy_grad_out", "copy_partial_out", "copy_partial_in", "read_grad", "write_grad", "pull_grads"],
   states: ["read_states", "write_states", "copy_states_out"],
-  activations: ["copy_activations_out", "copy_activations_in", "read_activations", "write_activations"],
+  activations: ["copy_activations_out", "copy_activations_in", "read_activations", "write_activations", "pull_hidden"],
   commit: ["commit"],
 };
+// The names of groups that are no activities.
+const NAMES = { waits: "waits for another box" };
 const GROUP_OF = new Map(Object.entries(GROUPS).flatMap(([group, kinds]) => kinds.map((kind) => [kind, group])));
 
 /** Draws traces, `{planned, measured}`, into the page. A missing trace is null. */
@@ -26,27 +29,35 @@ export function drawLanes({ planned, measured }) {
   if (measured) steps.push(["measured", measured]);
   const length = Math.max(0, ...steps.map(([, trace]) => trace.otherData.summary.period_s));
   const lanes = steps.map(([name, trace]) => [name, lanesOf(trace)]);
-  const resources = [...new Set(lanes.flatMap(([, found]) => [...found.keys()]))].sort();
-  const isCpu = isOnCpu(steps.map(([, trace]) => trace.otherData.summary));
+  const resources = new Set(lanes.flatMap(([, found]) => [...found.keys()]));
+  const summaries = steps.map(([, trace]) => trace.otherData.summary);
+  const isCpu = isOnCpu(summaries);
   const shown = new Set();
+  const rowsOf = (resource, box) =>
+    lanes.map(([name, found], index) => {
+      const title = titleOf(resource, isCpu, box);
+      const row = make("div", "", `lane ${name}`);
+      row.append(make("span", index === 0 ? title : ""), make("span", name, "muted"));
+      const label = box === null ? title : `${box}: ${title}`;
+      row.append(picture(`${label}, ${name}`, found.get(resource) ?? new Map(), length, shown));
+      return row;
+    });
   byId("lanes-rows").replaceChildren(
-    ...resources.flatMap((resource) =>
-      lanes.map(([name, found], index) => {
-        const row = make("div", "", `lane ${name}`);
-        row.append(make("span", index === 0 ? titleOf(resource, isCpu) : ""), make("span", name, "muted"));
-        row.append(picture(`${titleOf(resource, isCpu)}, ${name}`, found.get(resource) ?? new Map(), length, shown));
-        return row;
-      }),
-    ),
+    ...byBox(resources, summaries).flatMap(({ box, title, resources }) => [
+      ...(title === null ? [] : [make("h3", title, "box-title")]),
+      ...resources.flatMap((resource) => rowsOf(resource, box)),
+    ]),
   );
   byId("lanes-keys").replaceChildren(
     ...Object.keys(GROUPS)
       .filter((group) => shown.has(group))
-      .map((group) => make("li", group, group)),
+      .map((group) => make("li", nameOf(group), group)),
   );
   const step = measured ? ` Measured is step ${format.whole(measured.otherData.step)}.` : "";
   setText(byId("lanes-scale"), `The rows are ${format.small(length)} s long.${step}`);
 }
+
+const nameOf = (group) => NAMES[group] ?? group;
 
 /** Shows a text instead of the timelines. */
 export function noteLanes(text) {
@@ -87,7 +98,7 @@ function picture(label, groups, length, shown) {
     path.setAttribute("class", group);
     path.setAttribute("d", outline(groups.get(group), WIDTH / length));
     const title = document.createElementNS(SVG, "title");
-    title.textContent = group;
+    title.textContent = nameOf(group);
     path.append(title);
     svg.append(path);
   }

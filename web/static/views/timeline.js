@@ -31,7 +31,10 @@ export function renderTimeline(summary, planned, traces) {
   renderBars(summary, planned);
   const took = [summary && tookOf(summary), planned && plannedOf(planned)];
   setText(byId("timeline-summary"), took.filter(Boolean).join(" "));
-  setOptional(byId("timeline-waits"), summary && waitsOf(summary));
+  setOptional(byId("timeline-waits"), summary && !summary.boxes && waitsOf(summary));
+  setOptional(byId("timeline-boxes"), summary?.boxes_in_words && `${summary.boxes_in_words}.`);
+  const lines = summary?.boxes?.map((box) => boxInWords(box, summary.period_s)) ?? [];
+  byId("timeline-each-box").replaceChildren(...lines.map((line) => make("li", line)));
   setTrace(byId("timeline-trace"), summary && traces.measured);
   setTrace(byId("timeline-planned-trace"), planned && traces.planned);
 }
@@ -39,15 +42,21 @@ export function renderTimeline(summary, planned, traces) {
 function renderBars(summary, planned) {
   const list = byId("timeline-bars");
   const steps = [summary, planned];
-  const names = [...new Set(steps.flatMap((step) => Object.keys(step?.busy_s ?? {})))].sort();
-  const key = JSON.stringify([names, steps.map(Boolean)]);
+  const names = new Set(steps.flatMap((step) => Object.keys(step?.busy_s ?? {})));
+  const groups = byBox(names, steps);
+  const key = JSON.stringify([groups, steps.map(Boolean)]);
   if (list.dataset.key !== key) {
     list.dataset.key = key;
     const isCpu = isOnCpu(steps);
-    list.replaceChildren(...names.map((name) => bar(titleOf(name, isCpu), summary !== null, planned !== null)));
+    const bars = groups.map(({ box, title, resources }) => [
+      ...(title === null ? [] : [make("li", title, "box-title")]),
+      ...resources.map((name) => bar(titleOf(name, isCpu, box), box, summary !== null, planned !== null)),
+    ]);
+    list.replaceChildren(...bars.flat());
   }
-  names.forEach((name, index) => {
-    const item = list.children[index];
+  const items = list.querySelectorAll("li:not(.box-title)");
+  groups.flatMap(({ resources }) => resources).forEach((name, index) => {
+    const item = items[index];
     const shares = steps.map((step) => (step && step.period_s > 0 ? (step.busy_s[name] ?? 0) / step.period_s : null));
     const meters = [...item.querySelectorAll("progress")];
     const known = shares.filter((share) => share !== null);
@@ -77,6 +86,17 @@ function waitsOf({ period_s: period, stall_s: stalls }) {
   return waits.length ? `The device waited for: ${waits.join(", ")}.` : null;
 }
 
+/** Describes how one box of several used a step. */
+function boxInWords({ box, compute_s: compute, stall_s: stalls, waits_for_s: waits }, period) {
+  const own = Object.entries(stalls).filter(([cause]) => cause !== "other_box");
+  const parts = [...Object.entries(waits), ...own.map(([cause, seconds]) => [CAUSES[cause] ?? format.words(cause), seconds])]
+    .filter(([, seconds]) => seconds > LEAST_SHARE * period)
+    .sort(([, a], [, b]) => b - a)
+    .map(([what, seconds]) => `${what} ${percent(seconds / period)}`);
+  const waited = parts.length ? `, and waited for: ${parts.join(", ")}` : "";
+  return `${box} computed ${percent(compute / period)} of the step${waited}.`;
+}
+
 function setTrace(link, trace) {
   link.hidden = !trace;
   if (!trace) return;
@@ -90,17 +110,34 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 export const isOnCpu = (steps) =>
   !steps.some((step) => Object.keys(step?.busy_s ?? {}).some((name) => name.endsWith("/h2d")));
 
-/** The display name of a step's resource. */
-export function titleOf(name, isCpu) {
+/**
+ * Returns a step's resources in groups: one for each box of several, in their order, then the links between them. The
+ * group of a job on one box has no title. `steps`: summaries, some of which may be null.
+ */
+export function byBox(resources, steps) {
+  const names = [...resources].sort();
+  const boxes = steps.find((step) => step?.boxes)?.boxes.map(({ box }) => box) ?? [];
+  if (boxes.length === 0) return [{ box: null, title: null, resources: names }];
+  const isOf = (box) => (name) => name.startsWith(`${box}/`);
+  const groups = boxes.map((box) => ({ box, title: box, resources: names.filter(isOf(box)) }));
+  const links = names.filter((name) => !boxes.some((box) => isOf(box)(name)));
+  if (links.length) groups.push({ box: null, title: "between boxes", resources: links });
+  return groups;
+}
+
+/** The display name of a step's resource, below the title of its box if it has one. */
+export function titleOf(resource, isCpu, box = null) {
+  const name = box === null ? resource : resource.slice(box.length + 1);
   const [worker, part] = name.split("/");
   return part ? `${isCpu ? "CPU" : worker} ${NAMES[part] ?? part}` : worker;
 }
 
-function bar(title, isMeasured, isPlanned) {
+function bar(title, box, isMeasured, isPlanned) {
   const item = make("li");
   const meters = make("span", "", "meters");
-  if (isMeasured) meters.append(meter(`${title}: busy share of the step`));
-  if (isPlanned) meters.append(meter(`${title}: planned share of the step`, "planned"));
+  const label = box === null ? title : `${box}: ${title}`;
+  if (isMeasured) meters.append(meter(`${label}: busy share of the step`));
+  if (isPlanned) meters.append(meter(`${label}: planned share of the step`, "planned"));
   item.append(make("span", title), meters, make("span", "", "share"));
   return item;
 }

@@ -7,6 +7,7 @@ from windlass.storage.sql.repositories.boxes.mirror import MirroredEvent as Mirr
 from windlass.storage.sql.repositories.boxes.mirror import MirroredFile as MirroredFile
 from windlass.storage.sql.repositories.boxes.mirror import MirrorRepository as MirrorRepository
 from windlass.storage.sql.repositories.boxes.mirror import job_of_row as job_of_row
+from windlass.storage.sql.repositories.boxes.parts import HELD_FOR_PART as HELD_FOR_PART
 from windlass.storage.sql.repositories.boxes.parts import PartRepository as PartRepository
 from windlass.storage.sql.repositories.boxes.parts import PartState as PartState
 from windlass.storage.sql.repositories.boxes.rows import AWAY_AFTER_S as AWAY_AFTER_S

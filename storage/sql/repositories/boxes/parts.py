@@ -1,6 +1,6 @@
 """Parts of jobs over several boxes: what the head wants of each box, and what the box tells of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
@@ -10,6 +10,9 @@ from sqlalchemy.orm import Session
 
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Job, JobPart, execute_change
 from windlass.storage.sql.repositories.boxes.rows import BoxState
+
+# Why a box begins no jobs of its own, in words for users.
+HELD_FOR_PART = "this box works on a part of a job over several boxes"
 
 
 class PartState(StrEnum):
@@ -27,9 +30,10 @@ class PartRepository:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def by_job(self) -> dict[str, list[JobPart]]:
-        """Returns the parts of all jobs, each job's by position."""
-        parts = self._session.scalars(select(JobPart).order_by(JobPart.job_id, JobPart.position)).all()
+    def by_job(self, job_ids: Collection[str] | None = None) -> dict[str, list[JobPart]]:
+        """Returns the parts of these jobs, each job's by position. None: of all jobs."""
+        query = select(JobPart).order_by(JobPart.job_id, JobPart.position)
+        parts = self._session.scalars(query if job_ids is None else query.where(JobPart.job_id.in_(job_ids))).all()
         return {job_id: list(each) for job_id, each in groupby(parts, key=lambda part: part.job_id)}
 
     def of_job(self, job_id: str) -> Sequence[JobPart]:
@@ -41,6 +45,12 @@ class PartRepository:
         """Lists the parts that a box has, or is to have."""
         query = select(JobPart).where(JobPart.node == node).order_by(JobPart.job_id)
         return self._session.scalars(query.execution_options(populate_existing=True)).all()
+
+    def hold(self, node: str) -> bool:
+        """Returns whether a box works on a part, or is reserved for one, so that its own jobs end at a commit."""
+        wanted = JobPart.is_over.is_(False) & (JobPart.attempt > JobPart.served)
+        holding = (JobPart.node == node, wanted | (JobPart.state == PartState.RUNNING.value))
+        return self._session.scalar(select(JobPart.job_id).where(*holding).limit(1)) is not None
 
     def find(self, job_id: str, node: str) -> JobPart | None:
         """Returns a box's part of a job, None if it has none."""
@@ -73,6 +83,11 @@ class PartRepository:
     ) -> None:
         """Notes what a box tells of its part. Nothing changes if the part is gone."""
         self._change(job_id, node, state=state.value, served=served, told=told, port=port)
+
+    def copy_again(self, job_id: str, node: str) -> None:
+        """Notes that a part that served no attempt lacks some of the job's files."""
+        idle = (JobPart.state == PartState.READY.value, JobPart.served == 0)
+        self._change(job_id, node, *idle, state=PartState.COPYING.value)
 
     def begin(self, job_id: str, node: str, attempt: int) -> bool:
         """Notes that a box serves an attempt from now on. Returns False if it is not to, or not any more."""

@@ -239,6 +239,12 @@ class BoxRepository:
             elif job.attempt == 0:
                 self._session.execute(delete(JobPart).where(JobPart.job_id == job_id))
                 self._tell(job, f"Its parts are given anew: box {box.name} was removed before the job began")
+            else:
+                self._tell(
+                    job,
+                    f"Box {box.name}, which has a part of the job's states, was removed, so the job cannot go on; "
+                    "`windlass restart` begins it again from its newest exported model",
+                )
 
     def _strand(self, jobs: JobRepository, job: Job, box: Box) -> None:
         reason = f"box {box.name}, which holds its states, was removed; `windlass restart` starts it elsewhere"

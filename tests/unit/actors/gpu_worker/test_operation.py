@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ class Stage:
         operation.download()
         return operation.report()
 
-    def waits(self, kind: SpanKind, block: int, start_s: float, end_s: float) -> None:
+    def waits(self, kind: SpanKind, block: int, start_s: float, end_s: float, **facts: Any) -> None:
         self.now_s = end_s
-        self.operation.waited(kind, BlockIndex(block), start_s)
+        self.operation.waited(kind, BlockIndex(block), start_s, **facts)
 
     def spans(self) -> list[tuple[SpanKind, int, float, float]]:
         log = SpanRecorder(ActorName("gpu-0"), JOB, self._send)
@@ -173,3 +174,17 @@ def test_wait_for_early_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
         (SpanKind.WAIT_PARAMS, 0, 3.0, 5.0),
         (SpanKind.HEAD, 2, 5.0, 6.0),
     ]
+
+
+def test_wait_to_send_results_begins_when_the_operation_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead: it waits for a slot while the device computes what goes there."""
+    stage = Stage(Phase.BACKWARD, monkeypatch)
+    stage.waits(SpanKind.WAIT_BOX, 2, 1.0, 2.0, box=1)
+    stage.ends(2.0, 3.0, 4.0, (1.0,))
+    stage.waits(SpanKind.WAIT_BOX, 2, 2.5, 6.0, box=0, after=stage.operation.ended)
+    assert stage.spans() == [
+        (SpanKind.WAIT_BOX, 2, 1.0, 2.0),
+        (SpanKind.WAIT_BOX, 2, 4.0, 6.0),
+        (SpanKind.BACKWARD, 2, 2.0, 4.0),
+    ]
+    assert [span.box for span in stage.told] == [1, 0, -1]

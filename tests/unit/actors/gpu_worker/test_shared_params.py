@@ -84,7 +84,9 @@ class Boxes:
         self.arenas[offer.box][pull.span.offset :][: offer.span.nbytes].copy_(source)
         facts: dict[str, Any] = {"job": JOB, "step": offer.step, "crossing": offer.crossing}
         self.ends[pull.box].take(OfferTaken(**facts))
-        self.ends[offer.box].take(SpanPulled(**facts, nbytes=offer.span.nbytes + self.num_more))
+        self.ends[offer.box].take(
+            SpanPulled(**facts, box=pull.box, nbytes=offer.span.nbytes + self.num_more, start_s=1.0, end_s=2.0)
+        )
 
 
 @contextmanager

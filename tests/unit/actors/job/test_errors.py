@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from windlass.actors.job.errors import append_error
+from windlass.actors.job.errors import append_error, last_error
 from windlass.storage.ids import Attempt
 
 
@@ -14,3 +14,13 @@ def test_errors_of_all_attempts_stay_in_the_order_of_their_arrival(tmp_path: Pat
 def test_error_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
     append_error(tmp_path / "missing", Attempt(1), "gpu-0\nTraceback")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_last_line_of_the_last_error_of_an_attempt_is_found(tmp_path: Path) -> None:
+    assert last_error(tmp_path, Attempt(1)) is None
+    append_error(tmp_path, Attempt(1), "Traceback\n  line\nValueError: the first")
+    append_error(tmp_path, Attempt(1), "Traceback\nValueError: the second\n")
+    append_error(tmp_path, Attempt(2), "OSError: of another attempt")
+    assert last_error(tmp_path, Attempt(1)) == "ValueError: the second"
+    assert last_error(tmp_path, Attempt(2)) == "OSError: of another attempt"
+    assert last_error(tmp_path, Attempt(3)) is None

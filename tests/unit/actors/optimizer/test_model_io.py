@@ -296,7 +296,7 @@ class TwoBoxes:
         self.first.view(Span(pull.span.offset - offset, 0), key, kind).copy_(source)
         common: dict[str, Any] = {"job": offer.job, "step": offer.step, "crossing": crossing}
         self.other.boxes.take(OfferTaken(**common))
-        self.first.boxes.take(SpanPulled(**common, nbytes=offer.span.nbytes))
+        self.first.boxes.take(SpanPulled(**common, box=1, nbytes=offer.span.nbytes, start_s=1.0, end_s=2.0))
 
 
 @pytest.mark.parametrize("host_blocks", [(), (0, 1, 2, 3, 4)], ids=["SSDs", "host memory"])
@@ -340,7 +340,9 @@ def test_params_of_another_size_are_refused(tmp_path: Path) -> None:
     bench = TwoBoxes(tmp_path).first
     crossing = Crossing.of_params(Step(3), ChunkKey(BlockIndex(2), ChunkIndex(0)))
     with pytest.raises(ValueError, match=r"block=2, chunk=0\) are 7 bytes on their box and 16\.00 KiB on the first"):
-        bench.boxes.take(SpanPulled(job=bench.spec.job, step=Step(3), crossing=crossing, nbytes=7))
+        bench.boxes.take(
+            SpanPulled(job=bench.spec.job, step=Step(3), crossing=crossing, box=1, nbytes=7, start_s=1.0, end_s=2.0)
+        )
 
 
 def test_a_block_without_params_is_not_asked_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.storage.cutting_relay import CuttingRelay
 from tests.support.storage.links import SECRET, Authority, quick
-from tests.support.training import boxes_of
+from tests.support.training import boxes_of, metrics_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, half_exported, run, run_attempt, train
@@ -90,6 +90,11 @@ def test_sockets_between_boxes_change_no_bit(
     stages = STAGES[division]
     train(spec, stages, connect=over_sockets(ends(tmp_path / "links", len(stages))))
     Run.of(spec).assert_equals(one)
+    links = {(link["from"], link["to"]): link for link in metrics_of(spec, "timeline")[4]["links"]}
+    boxes = [f"box {index}" for index in range(len(stages))]
+    expected = set(itertools.pairwise(boxes)) | ({(boxes[0], boxes[-1])} if tied else set())
+    assert set(links) == expected | {(target, source) for source, target in expected}
+    assert all(link["busy_s"] > 0 and link["moved_bytes"] > 0 for link in links.values())
 
 
 def test_connections_that_are_cut_in_every_step_change_no_bit(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from windlass.actors.optimizer.worker import CpuOptimizer
 from windlass.actors.runtime.local_link import LocalLink
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline.intervals import intersect, length, union
+from windlass.actors.timeline.span_files import FOLDER, load_step
 from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
@@ -370,6 +371,42 @@ def test_boxes_compute_at_once(tmp_path: Path) -> None:
         for name in ("gpu-0", "b1/gpu-0")
     )
     assert length(intersect(here, there)) > 0
+
+
+@pytest.mark.parametrize("embeddings", ["apart", pytest.param("tied", marks=pytest.mark.long)])
+def test_the_timeline_shows_how_boxes_overlap_wait_and_use_the_link(tmp_path: Path, embeddings: str) -> None:
+    """Four groups of micro-batches on two boxes."""
+    spec = grouped(job(tmp_path / "job", total_steps=2, evaluate_every=None, lanes=1, tied=embeddings == "tied"), 1)
+    spec = dataclasses.replace(spec, box_names=("head", "attic"))
+    train(spec, STAGES["2-3"])
+    kept = load_step(Path(spec.job_dir) / FOLDER, 2)
+    assert kept is not None
+    summary, period_s = kept.summary, kept.end_s - kept.start_s
+    assert summary == metrics_of(spec, "timeline")[2]
+    kinds = (SpanKind.FORWARD, SpanKind.HEAD, SpanKind.BACKWARD)
+    computing = {
+        resource: union(
+            (span.start_s, span.end_s) for span in kept.spans if span.resource == resource and span.kind in kinds
+        )
+        for resource in ("gpu-0/compute", "b1/gpu-0/compute")
+    }
+    assert length(intersect(*computing.values())) > 0
+    assert [box["box"] for box in summary["boxes"]] == ["head", "attic"]
+    for box, other in zip(summary["boxes"], ("attic", "head"), strict=True):
+        assert sum(box["stall_s"].values()) + box["compute_s"] == pytest.approx(period_s, abs=1e-4)
+        assert box["compute_s"] == pytest.approx(summary["busy_s"][f"{box['box']}/gpu-0/compute"], abs=1e-5)
+        assert set(box["waits_for_s"]) <= {other}
+        assert box["stall_s"].get("other_box", 0.0) == pytest.approx(box["waits_for_s"].get(other, 0.0), abs=1e-5)
+    # The first box ends each step, with gradients for which it waits.
+    assert summary["boxes"][0]["waits_for_s"]["attic"] > 0
+    there, back = (link["moved_bytes_of"] for link in summary["links"])
+    assert [(link["from"], link["to"]) for link in summary["links"]] == [("head", "attic"), ("attic", "head")]
+    assert there["hidden_states"] == back["gradients"] > 0
+    shared = {"shared_params"} if embeddings == "tied" else set()
+    assert (set(there), set(back)) == ({"hidden_states"} | shared, {"gradients"} | shared)
+    crossed = [span for span in kept.spans if span.resource.startswith("link-")]
+    assert {(span.resource, span.box) for span in crossed} == {("link-0-1", 0), ("link-1-0", 1)}
+    assert all(span.start_s <= span.end_s for span in crossed)
 
 
 # By what is lost of a step: the error.

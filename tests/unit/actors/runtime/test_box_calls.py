@@ -30,11 +30,11 @@ from windlass.actors.messages import (
 )
 from windlass.actors.runtime.boxes import other_boxes
 from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.boxes.first_box import BoxFailedError
 from windlass.actors.runtime.boxes.other_boxes import (
     REQUESTS,
     ActorsCalled,
     AttemptEnded,
-    BoxFailedError,
     OtherBoxes,
     serve_box,
 )

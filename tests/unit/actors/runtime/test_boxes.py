@@ -20,8 +20,8 @@ from tests.unit.actors.parity.test_local_stages import STAGES, run
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, OfferSpan, Phase, StoreCommitted
 from windlass.actors.runtime.boxes.box_link import LinkEnd
+from windlass.actors.runtime.boxes.first_box import BoxFailedError
 from windlass.actors.runtime.boxes.local_boxes import run_local_box
-from windlass.actors.runtime.boxes.other_boxes import BoxFailedError
 from windlass.actors.scheduler import ActorLostError
 from windlass.storage.ids import ActorName, Attempt, Precision
 
@@ -64,8 +64,8 @@ def train_apart(
 ) -> dict[str, Any]:
     """Runs the first box here, and the others in processes that `dies_at` may kill."""
     spawn = multiprocessing.get_context("spawn")
-    # A process that starts has PyTorch to load.
-    first, *others = ends(root, len(specs), settings=quick(connect_s=120.0))
+    # A process that starts has PyTorch to load, and a busy machine may give it no time for long.
+    first, *others = ends(root, len(specs), settings=quick(silence_s=30.0, connect_s=120.0))
     processes = [
         spawn.Process(target=_serve, args=(specs, box, end, dies_at)) for box, end in enumerate(others, start=1)
     ]

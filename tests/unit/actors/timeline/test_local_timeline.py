@@ -16,7 +16,7 @@ from windlass.actors.messages import Message, SpanKind, SpansReported, StoreComm
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline.recorder import COMPUTE, FROM_DEVICE, TO_DEVICE
 from windlass.actors.timeline.span_files import FOLDER, KEPT_STEPS, held_steps, load_step
-from windlass.actors.timeline.summary import Stall
+from windlass.actors.timeline.stalls import Stall
 from windlass.engine.activations import host_store as activations_host
 from windlass.engine.device.device import copy
 from windlass.engine.memory_plan.activation_policy import ActivationChoice

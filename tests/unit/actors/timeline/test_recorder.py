@@ -1,12 +1,13 @@
 """The spans that actors record: none is lost or reported twice, and none is held for long."""
 
 import threading
+from typing import Any
 
 import pytest
 
-from windlass.actors.messages import Message, SpanKind, SpansReported, WorkSpan
+from windlass.actors.messages import Crossing, Message, Phase, SpanKind, SpanPulled, SpansReported, WorkSpan
 from windlass.actors.timeline.recorder import SpanRecorder, transfer_kind
-from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, JobId, StateKind
+from windlass.storage.ids import ActorName, BlockIndex, ChunkIndex, ChunkKey, JobId, StateKind, Step
 
 
 class Receiver:
@@ -54,6 +55,25 @@ def test_batch_is_recorded_as_one_span_a_chunk_whose_times_follow_each_other() -
         WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 5, 14.0, 14.0, 0),
         WorkSpan("gpu-0/h2d", SpanKind.COPY_PARAMS_IN, 3, 2, 0, 14.1, 14.3, 0),
     )
+
+
+@pytest.mark.parametrize(
+    ("crossing", "kind"),
+    [
+        (Crossing(Step(3), Phase.FORWARD, BlockIndex(2), 1, 4), SpanKind.PULL_HIDDEN),
+        (Crossing(Step(3), Phase.EVALUATE_HEAD, BlockIndex(2), 1, 4), SpanKind.PULL_HIDDEN),
+        (Crossing(Step(3), Phase.BACKWARD, BlockIndex(2), 1, 4), SpanKind.PULL_GRADS),
+        (Crossing(Step(3), Phase.BACKWARD, BlockIndex(2), 1, 4, is_shared=True), SpanKind.PULL_SHARED),
+        (Crossing.of_params(Step(3), ChunkKey(BlockIndex(2), ChunkIndex(4))), SpanKind.PULL_EXPORTED),
+    ],
+)
+def test_what_came_from_another_box_is_a_span_of_the_link_between_both(crossing: Crossing, kind: SpanKind) -> None:
+    receiver = Receiver()
+    log = SpanRecorder(ActorName("b2/gpu-1"), JobId("ftjob-1"), receiver.send)
+    facts: dict[str, Any] = {"box": 1, "nbytes": 4096, "start_s": 10.0, "end_s": 10.5}
+    log.note_pulled(SpanPulled(job=JobId("ftjob-1"), step=Step(3), crossing=crossing, **facts))
+    log.tell(3)
+    assert receiver.told[0].spans == (WorkSpan("link-1-2", kind, 3, 2, 4, 10.0, 10.5, 4096, 1),)
 
 
 def test_nothing_is_lost_between_threads() -> None:

@@ -43,6 +43,15 @@ def test_a_file_from_before_there_were_levels_is_read(tmp_path: Path) -> None:
     assert load_step(tmp_path, 3) == spans_of(3)
 
 
+def test_spans_from_before_they_named_other_boxes_are_read(tmp_path: Path) -> None:
+    keep_step(tmp_path, spans_of(3))
+    (path,) = tmp_path.iterdir()
+    facts = json.loads(path.read_text())
+    facts["spans"] = [span[:8] for span in facts["spans"]]
+    path.write_text(json.dumps(facts))
+    assert load_step(tmp_path, 3) == spans_of(3)
+
+
 def test_old_steps_make_room(tmp_path: Path) -> None:
     for step in range(1, 21):
         keep_step(tmp_path, spans_of(step))

@@ -6,7 +6,8 @@ import pytest
 
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.recorder import COMPUTE, FROM_DEVICE, NO_BLOCK, TO_DEVICE, WHOLE_BLOCK
-from windlass.actors.timeline.summary import MAX_SPANS, Stall, Timeline
+from windlass.actors.timeline.stalls import Stall
+from windlass.actors.timeline.summary import MAX_SPANS, Timeline
 
 BEGIN_S = 100.0
 

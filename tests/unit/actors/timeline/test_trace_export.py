@@ -96,3 +96,19 @@ def test_levels_are_counters_of_bytes_used_and_allocated() -> None:
 def test_without_levels_there_are_no_counters() -> None:
     found = trace_of(SPANS, begins_s=100.0, about={})["traceEvents"]
     assert {event["ph"] for event in found} == {"X", "M"}
+
+
+def test_resources_of_boxes_have_their_names_and_follow_each_other() -> None:
+    spans = [
+        WorkSpan("gpu-0/compute", SpanKind.WAIT_BOX, 5, 3, -1, 100.0, 100.125, 0, 1),
+        WorkSpan("b1/gpu-0/compute", SpanKind.HEAD, 5, 3, -1, 100.0, 100.125, 0),
+        WorkSpan("ssd-0", SpanKind.READ_STATES, 4, 2, 7, 100.5, 101.5, 4096),
+        WorkSpan("link-1-0", SpanKind.PULL_GRADS, 5, 2, 0, 100.125, 100.25, 64, 1),
+    ]
+    found = trace_of(spans, begins_s=100.0, about={}, boxes=("head", "attic"))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    order = {event["pid"]: event["args"]["sort_index"] for event in found if event["name"] == "process_sort_index"}
+    in_order = ["head/gpu-0/compute", "head/ssd-0", "attic/gpu-0/compute", "link attic to head"]
+    assert [names[pid] for pid in sorted(order, key=order.__getitem__)] == in_order
+    others = {event["cat"]: event["args"].get("other_box") for event in found if event["ph"] == "X"}
+    assert others == {"wait_box": "attic", "head": None, "read_states": None, "pull_grads": "attic"}

@@ -1,5 +1,6 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -385,3 +386,20 @@ def test_what_would_fit_leaves_out_gpus_without_a_micro_batch() -> None:
     asked = question(machine(gpus=1.62), num_ranks=4, batch_size=8, num_microbatches=8, lanes=4)
     assert asked.changed(batch_size=2, num_microbatches=2).num_ranks == 2
     assert asked.changed(sequence_length=64).num_ranks == 4
+
+
+def test_no_plan_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of several kinds may become the same one, because free memory goes to deeper queues."""
+    few_layers = config_of_shape(SHAPE.model_copy(update={"num_layers": 2}), num_tokens=512)
+    asked = question(machine(host=8), config=few_layers, clip_norm=None, num_microbatches=2, chooses_order=True)
+    plans = []
+
+    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution) -> float:
+        job = solution.costs.job
+        plans.append((job.num_microbatches, job.update_order, solution.placement, solution.plan))
+        return 2 * solution.step_s
+
+    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
+    planning.fastest_plan(asked, Profiles(asked))
+    assert plans
+    assert all(one != other for one, other in itertools.combinations(plans, 2))

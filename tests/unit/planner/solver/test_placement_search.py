@@ -19,6 +19,7 @@ from windlass.engine.memory_plan.queue_depths import (
     STATE_DEPTH,
     QueueDepths,
 )
+from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
 from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
@@ -383,6 +384,40 @@ def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it
     best = search((job,), speeds, given, solve_kind=solve_kind).best
     assert best.costs.streams
     assert without_limit == [False, False, True]  # with two buffers for gradients, with one, and in pieces
+
+
+@pytest.mark.parametrize("memory", [(4000, 2000), (125, 2000), (90, 260), (110, 600)])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_search_continued_in_one_order_finds_as_good_a_plan_as_a_new_search(
+    memory: tuple[int, int], num_microbatches: int
+) -> None:
+    speeds, given = make_speeds(), limits(*memory)
+    job = replace(make_job(num_microbatches=num_microbatches), chooses_order=True)
+    found = search((job,), speeds, given, num_others=3, near=0.05)
+    for one in job.by_order:
+        anew = search((one,), speeds, given)
+        continued = found.in_order(one.update_order, math.inf)
+        assert continued is not None
+        assert {plan.costs.job.update_order for plan in (continued.best, *continued.others)} == {one.update_order}
+        assert continued.best.cost <= anew.best.cost * 1.001
+        # A plan that is known is told whatever it takes; nothing else is solved for.
+        below = found.in_order(one.update_order, 0.5 * anew.best.step_s)
+        assert below is None or below.best.cost >= continued.best.cost
+
+
+def test_search_continued_in_an_order_in_which_nothing_fits_finds_nothing() -> None:
+    job, speeds, given = replace(make_job(), chooses_order=True), make_speeds(), limits(4000, 2000)
+
+    def solve_kind(costs: StepCosts, below: float) -> Solution | None:
+        if costs.job.keeps_grads:
+            raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0))
+        return solved(costs, below)
+
+    found = search((job,), speeds, given, solve_kind=solve_kind)
+    assert found.in_order(UpdateOrder.KEPT, math.inf) is None
+    active = found.in_order(UpdateOrder.ACTIVE, math.inf)
+    assert active is not None
+    assert active.best == found.best
 
 
 def test_gradients_in_pieces_fit_where_whole_ones_do_not_and_are_as_fast_as_two_buffers() -> None:

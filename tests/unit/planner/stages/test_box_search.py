@@ -12,9 +12,17 @@ from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.question.profiles import Profiles
+from windlass.planner.simulation.planned_job import simulated_step_s
 from windlass.planner.stages import box_search
 from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, agree
-from windlass.planner.stages.box_search import StagesError, best_over_all, best_plans, orders_of_boxes, plans_over_boxes
+from windlass.planner.stages.box_search import (
+    StagesError,
+    best_of_choices,
+    best_plans,
+    choices_of,
+    orders_of_boxes,
+    plans_over_boxes,
+)
 from windlass.planner.stages.splits import PlannedStages
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
@@ -72,7 +80,10 @@ def test_one_box_has_the_plan_of_a_job_on_one_box() -> None:
     question = question_on(server())
     _, solution = best_plan(question, Profiles(question))
     (alone,) = plans_over_boxes([kind_of(with_part(server(), network_gb_per_s=None), 1)])
-    assert alone.step_s == pytest.approx(solution.step_s, rel=0.01)
+    assert alone.formula_step_s == pytest.approx(solution.step_s, rel=0.01)
+    # Its step is that of a job on one box: no less than its bounds, and with what queues.
+    assert alone.is_simulated
+    assert alone.step_s == pytest.approx(simulated_step_s(solution, Profiles(question).layout, num_cores=1), rel=0.01)
 
 
 @pytest.mark.long
@@ -129,7 +140,7 @@ def test_tied_embeddings_are_planned_for_one_gpu_of_each_of_several_boxes() -> N
 
 
 def over_all(*kinds: Any) -> PlannedStages:
-    planned = best_over_all([box_plans(kind) for kind in kinds])
+    planned = best_of_choices(choices_of([box_plans(kind) for kind in kinds], sum(kind.number for kind in kinds)))
     assert planned is not None, "it fits"
     return planned
 
@@ -137,7 +148,7 @@ def over_all(*kinds: Any) -> PlannedStages:
 def test_plan_over_all_boxes_is_the_best_one_for_this_number_of_equal_boxes() -> None:
     boxes = [box_plans(kind_of(server(), 2))]
     (report,) = best_plans(boxes, numbers={2})
-    planned = best_over_all(boxes)
+    planned = best_of_choices(choices_of(boxes, 2))
     assert planned is not None
     assert report_of_stages(planned) == report
 
@@ -150,7 +161,7 @@ def test_first_kind_has_the_first_blocks_although_another_order_is_faster() -> N
     plans = [over_all(*kinds), over_all(*reversed(kinds))]
     assert [[boxes.kind.name for boxes in plan.boxes] for plan in plans] == [["fast", "slow"], ["slow", "fast"]]
     free = plans_over_boxes(kinds)
-    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].step_s, rel=2e-3)
+    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].formula_step_s, rel=2e-3)
     assert plans[0].step_s != plans[1].step_s
 
 
@@ -166,7 +177,16 @@ def test_boxes_of_the_first_kind_need_not_follow_the_first_box() -> None:
 
 def test_more_boxes_than_layers_are_refused() -> None:
     with pytest.raises(StagesError, match="has 6 layers, and each of the job's 7 boxes needs one: use at most 6 boxes"):
-        best_over_all([box_plans(kind_of(server(), 7))])
+        choices_of([box_plans(kind_of(server(), 7))], 7)
+
+
+def test_choices_have_a_box_of_the_first_kind_and_the_fastest_come_first() -> None:
+    slow = with_part(server(), gpus=with_part(server().gpus, tflops=server().gpus.tflops / 3))
+    kinds = [kind_of(slow, 2, name="head"), kind_of(slow, 1, name="slow"), kind_of(server(), 1, name="fast")]
+    choices = choices_of([box_plans(kind) for kind in kinds], 2)
+    named = ["+".join(plans.kind.name * number for plans, number in choice) for choice in choices]
+    assert named[0] == "head+fast"
+    assert sorted(named) == ["head+fast", "head+slow", "headhead"]
 
 
 def planned_for(*, order: str = "kept", spilled: tuple[int, ...] = (), resting: tuple[int, ...] = ()) -> BoxPlan:
@@ -186,7 +206,7 @@ def test_plans_with_other_orders_or_other_reasons_to_commit_do_not_agree() -> No
 def test_boxes_whose_best_plans_do_not_agree_get_the_best_ones_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     step_s = {None: 1.0, False: 3.0, True: 2.0}
 
-    def search(chosen: list[tuple[BoxPlans, int]], likely: object, *, leads: bool) -> Any:
+    def search(chosen: list[tuple[BoxPlans, int]], likely: object, *, leads: bool, below: float) -> Any:
         choices = {boxes.spills for boxes, _ in chosen}
         assert len(choices) == 1, "all boxes choose alike"
         assert ([number for _, number in chosen], leads) == ([1, 2], True)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.worker import question_of
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.stages import job_stages, worker
-from windlass.planner.stages.box_plans import BoxPlans
-from windlass.planner.stages.box_search import StagesError, best_over_all
+from windlass.planner.stages.box_search import Choice, StagesError, best_of_choices
 from windlass.planner.stages.job_stages import StagesDoNotFitError, plan_stages
 from windlass.planner.stages.splits import PlannedStages
 from windlass.planner.stages.stages_plan import StagesPlan
@@ -63,14 +62,14 @@ def searched(request_for_two: StagesRequest) -> tuple[StagesPlan, PlannedStages]
     """A plan, and what the search has found for it."""
     found: list[PlannedStages] = []
 
-    def search(boxes: list[BoxPlans]) -> PlannedStages:
-        planned = best_over_all(boxes)
+    def search(choices: Sequence[Choice]) -> PlannedStages:
+        planned = best_of_choices(choices)
         assert planned is not None
         found.append(planned)
         return planned
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_stages, "best_over_all", search)
+        patch.setattr(job_stages, "best_of_choices", search)
         return plan_stages(request_for_two, _SHAPES), found[0]
 
 
@@ -115,11 +114,12 @@ def test_network_that_is_not_known_is_assumed_and_told(
     *,
     is_told: bool,
 ) -> None:
-    def search(boxes: list[BoxPlans]) -> PlannedStages:
-        assert [(each.kind.number, each.kind.network_bytes) for each in boxes] == [(2, pytest.approx(expected))]
+    def search(choices: Sequence[Choice]) -> PlannedStages:
+        [choice] = choices
+        assert [(number, each.kind.network_bytes) for each, number in choice] == [(2, pytest.approx(expected))]
         return searched[1]
 
-    monkeypatch.setattr(job_stages, "best_over_all", search)
+    monkeypatch.setattr(job_stages, "best_of_choices", search)
     boxes = tuple(box(name, with_part(machine, network_gb_per_s=of_cards)) for name in ("head", "attic"))
     plan = plan_stages(replace(request_for_two, boxes=boxes, network_bytes_per_s=of_request), _SHAPES)
     told = "the rate of the network between the boxes is not known; 1 Gbit/s are assumed"
@@ -163,6 +163,54 @@ def test_job_that_does_not_fit_is_told_which_box_lacks_what(request_for_two: Sta
     assert "head" not in told, "it has room for all layers but one"
 
 
+@pytest.mark.long
+def test_boxes_that_fit_are_chosen_of_several(request_for_two: StagesRequest, machine: Hardware) -> None:
+    small = box("small", machine, device_memory_nbytes=1000)
+    full = box("full", machine, ssd_nbytes=10)
+    boxes = (box("head", machine), small, full, box("attic", machine))
+    plan = plan_stages(replace(request_for_two, boxes=boxes, num_boxes=2), _SHAPES)
+    assert [stage.box for stage in plan.stages] == ["head", "attic"]
+
+
+@pytest.mark.long
+def test_fastest_boxes_are_chosen_and_of_equal_ones_the_first(
+    request_for_two: StagesRequest, machine: Hardware
+) -> None:
+    slow = with_part(machine, gpus=with_part(machine.gpus, tflops=machine.gpus.tflops / 100))
+    boxes = (box("head", machine), box("slow", slow), box("attic", machine), box("cellar", machine))
+    plan = plan_stages(replace(request_for_two, boxes=boxes, num_boxes=2), _SHAPES)
+    assert [stage.box for stage in plan.stages] == ["head", "attic"]
+
+
+def test_boxes_that_lack_least_are_named_if_none_fit(request_for_two: StagesRequest, machine: Hardware) -> None:
+    boxes = (
+        box("head", machine),
+        box("attic", machine, device_memory_nbytes=1000),
+        box("cellar", machine, device_memory_nbytes=2000),
+    )
+    with pytest.raises(StagesDoNotFitError, match=r"of any 2: head, cellar lack least.*box cellar lacks"):
+        plan_stages(replace(request_for_two, boxes=boxes, num_boxes=2), _SHAPES)
+
+
+def test_space_on_ssds_that_is_free_limits_a_box(machine: Hardware) -> None:
+    free = {"a": 10**13, "b": 10**13 + 1, "c": 2 * 10**13}
+    boxes = [box(name, machine, ssd_nbytes=nbytes) for name, nbytes in free.items()]
+    assert [len(group) for group in job_stages._equal_boxes(boxes, 10**15)] == [2, 1]
+    assert [len(group) for group in job_stages._equal_boxes(boxes, 10**12)] == [3], "all have more than enough"
+    ssds = job_stages._with_room(boxes[1:]).ssds
+    assert ssds.count * ssds.capacity_gib == pytest.approx((10**13 + 1) / 2**30)
+
+
+def test_boxes_that_were_measured_are_chosen_first(request_for_two: StagesRequest, machine: Hardware) -> None:
+    boxes = (box("head", machine), box("attic", None), box("cellar", machine))
+    plan = plan_stages(replace(request_for_two, boxes=boxes, num_boxes=2), _SHAPES)
+    assert [stage.box for stage in plan.stages] == ["head", "cellar"]
+    assert plan.step_s is not None
+    boxes = (box("head", machine), box("attic", None), box("cellar", None))
+    plan = plan_stages(replace(request_for_two, boxes=boxes, num_boxes=2), _SHAPES)
+    assert ([stage.box for stage in plan.stages], plan.step_s) == (["head", "attic"], None)
+
+
 def test_more_boxes_than_layers_are_refused_also_without_a_solver(
     request_for_two: StagesRequest, machine: Hardware
 ) -> None:
@@ -191,6 +239,12 @@ def test_request_survives_json(request_for_two: StagesRequest) -> None:
     for wrong in ({**values, "extra": 1}, {**values, "boxes": values["boxes"][:1]}, {**values, "training": {}}):
         with pytest.raises(ValueError):
             StagesRequest.from_json(wrong)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_request_asks_for_two_boxes_or_more_of_those_that_it_has(request_for_two: StagesRequest, number: int) -> None:
+    with pytest.raises(ValueError, match="it must be 2 to 2"):
+        replace(request_for_two, num_boxes=number)
 
 
 def test_request_has_each_box_once(request_for_two: StagesRequest) -> None:

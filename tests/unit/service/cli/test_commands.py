@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_options_of_submit_are_settings_of_the_job(
         {"boxes": ["head", "attic"]},
     ]
     assert capsys.readouterr().out == "ftjob-1\n" * 4
+
+
+@pytest.mark.parametrize(
+    ("boxes", "why"),
+    [
+        ("nowhere", "--boxes: nowhere is one box; name all, such as head,nowhere, or give --box nowhere"),
+        ("-2", "--boxes: -2 is no number of boxes; give 2 or more, or names such as head,attic"),
+        ("2.5", "--boxes: 2.5 is no number of boxes; give 2 or more, or names such as head,attic"),
+        ("head,,attic", "--boxes: a name is empty in 'head,,attic'; give names such as head,attic"),
+    ],
+)
+def test_wrong_boxes_are_refused_with_what_to_give(tmp_path: Path, boxes: str, why: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(why)):
+        submit("tiny", "file-1", home=tmp_path, boxes=boxes)
 
 
 def test_export_of_ill_formed_model_id_says_that_there_is_none(tmp_path: Path) -> None:

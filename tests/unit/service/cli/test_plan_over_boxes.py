@@ -1,6 +1,7 @@
 """`windlass plan --boxes`, as users run it."""
 
 import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from tests.support.service.boxes import make_facts
+from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.yaml_files import load
 from windlass.service.cli.errors import reported
 from windlass.service.cli.plan.command import plan
 from windlass.service.installation.home import node_of
@@ -99,6 +103,23 @@ def test_measured_network_is_used_where_no_other_is_told(shape: str, tmp_path: P
     assert two["network_s"] == pytest.approx(two["network_gb_per_step"])
 
 
+def test_boxes_that_have_joined_are_planned_by_name(shape: str, tmp_path: Path, migrated_file: Path) -> None:
+    home = tmp_path / "home"
+    (home / "cluster").mkdir(parents=True)
+    shutil.copyfile(migrated_file, home / "windlass.db")
+    head, server = node_of(home), load(Hardware, example_machines()["rtx4090-server"])
+    facts = make_facts(hardware=server.model_dump(mode="json")).model_dump(mode="json")
+    with closing(Database(Settings(home=home).database_url)) as database, database.write() as session:
+        BoxRepository(session).add(name="attic", node="node-2", head=head, certificate="", address="", facts=facts)
+    kinds = ("--hardware", "attic", "--hardware", "rtx3090", "--boxes", "1", "--boxes", "1", "--network", "10")
+    result = run(shape, *kinds, "--json")
+    assert result.exit_code == 0, result.output
+    used = [sorted(box["hardware"] for box in plan["boxes"]) for plan in json.loads(result.output)["plans"]]
+    assert ["attic", "rtx3090"] in used
+    result = run(shape, "--hardware", "cellar", "--boxes", "1")
+    assert "'measured' is this machine, and attic is a box of it" in " ".join(result.output.split())
+
+
 def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     small.write_text(
@@ -111,3 +132,5 @@ def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_pat
     result = run(shape, "--hardware", str(small), "--boxes", "2")
     assert result.exit_code == 2, result.output
     assert "it does not fit on any number of these boxes" in result.output
+    for place in (1, 2):
+        assert re.search(rf"with blocks \d to \d, box {small} {place} lacks .* of space on the SSDs", result.output)

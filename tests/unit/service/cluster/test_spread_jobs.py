@@ -1,6 +1,7 @@
 """A job over several boxes: a head and a box with real dispatchers and an agent, and stand-in runners."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,24 @@ import pytest
 from sqlalchemy import update
 
 from tests.support.service.boxes import make_capacity, make_facts
-from tests.support.service.cluster_stage import NAME, Cluster
+from tests.support.service.cluster_stage import NAME, Cluster, add_box
 from tests.support.service.dispatcher_stage import Stage
+from windlass.actors.job.errors import append_error
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
+from windlass.service.cluster.box.parts import discard_parts
+from windlass.service.jobs.stage_plans import keep_stages, stages_of
 from windlass.service.machine.fleet.content import taken_dir
 from windlass.service.preparation.pipeline import PreparationError
+from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
-from windlass.storage.sql.models import JobPart
+from windlass.storage.sql.models import Job, JobPart
 from windlass.storage.sql.repositories.boxes import (
+    HELD_FOR_PART,
     BoxRepository,
     BoxState,
     Instruction,
@@ -60,6 +66,17 @@ class Spread(Cluster):
         self.agent = Agent(self.box.database, settings, link, functions, name=NAME, clock=lambda: self.now)
         return self.agent
 
+    def add_box(self, name: str) -> str:
+        """One more box, which has called just now. Returns its id."""
+        box = add_box(self.head.database, name, f"home-of-{name}", head=self.head.node)
+        with self.head.database.write() as session:
+            BoxRepository(session).set(
+                box.id,
+                facts=make_facts(link_host="127.0.0.1").model_dump(mode="json"),
+                capacity=make_capacity().model_dump(mode="json"),
+            )
+        return box.id
+
     def go_on(self, is_so: Any) -> None:
         """Lets both boxes work until something is so."""
 
@@ -84,6 +101,22 @@ class Spread(Cluster):
         job_id = self.divide()
         self.go_on(lambda: self.box.runners.alive)
         return job_id
+
+    def forget_division(self, job_id: str, hyperparameters: Any) -> None:
+        """Makes the head one that was restored from a backup that is older than the job's division."""
+        (self.head.settings.jobs_dir / job_id / "prepare" / "stages.json").unlink()
+        with self.head.database.write() as session:
+            PartRepository(session).remove(job_id)
+            values = {"attempt": 0, "num_lost": 0, "hyperparameters": hyperparameters}
+            session.execute(update(Job).where(Job.id == job_id).values(**values))
+        self.agent.tick()
+
+    def begin(self, job_id: str) -> None:
+        """Lets the first attempt begin: all boxes are connected."""
+        journal = self.head.journal(job_id, 1)
+        journal.append("message", "Loading the model's weights into the tensor store")
+        journal.close()
+        self.head.tick()
 
     def divide_beside(self, other: str) -> str:
         """A part whose attempt is wanted on the box, though another job runs there."""
@@ -178,6 +211,7 @@ def test_ended_job_leaves_nothing_on_any_box(spread: Spread) -> None:
 
 def test_lost_attempt_is_followed_by_another_once_all_boxes_have_ended_theirs(spread: Spread) -> None:
     job_id = spread.run()
+    spread.begin(job_id)
     spread.go_on(lambda: spread.state(job_id) == "running")
     spread.head.end_runner(job_id, 1)  # without an outcome
     spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
@@ -194,9 +228,10 @@ def test_lost_attempt_is_followed_by_another_once_all_boxes_have_ended_theirs(sp
 
 def test_part_that_outlives_its_attempt_is_killed(spread: Spread) -> None:
     job_id = spread.run()
+    spread.begin(job_id)
     spread.head.end_runner(job_id, 1)
     spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
-    spread.go_on(lambda: spread.part(job_id, spread.box).attempt == 0)  # type: ignore[union-attr]
+    spread.go_on(lambda: spread.part(job_id, spread.box).attempt != 1)  # type: ignore[union-attr]
     spread.box.tick()
     assert spread.box.runners.alive, "it may end by itself"
     spread.box.now += 200
@@ -210,6 +245,34 @@ def test_part_that_cannot_start_says_why(spread: Spread) -> None:
     spread.go_on(lambda: spread.head.status(job_id) is JobStatus.RUNNING)
     spread.go_on(lambda: (spread.part(job_id) or JobPart()).told == "the arena cannot be made")
     assert spread.head.messages(job_id).count(f"Box {NAME}: the arena cannot be made") == 1
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    assert not spread.head.runners.alive
+    told = f"Attempt 1 was lost: box {NAME} could not begin its part of it: the arena cannot be made"
+    assert any(message.startswith(told) for message in spread.head.messages(job_id))
+
+
+def test_attempt_ends_at_once_when_a_part_ends_before_all_are_connected(spread: Spread) -> None:
+    job_id = spread.run()
+    append_error(spread.box.settings.jobs_dir / job_id, Attempt(1), "Traceback\nValueError: no such SSD")
+    spread.box.end_runner(job_id, 1)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    told = f"Attempt 1 was lost: box {NAME} could not begin its part of it: ValueError: no such SSD"
+    assert any(message.startswith(told) for message in spread.head.messages(job_id))
+
+
+def test_part_whose_attempt_never_began_is_killed_at_once(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.head.end_runner(job_id, 1)
+    spread.until(lambda: spread.head.tick() or not spread.box.runners.alive, most=5)
+
+
+def test_part_that_ends_after_all_were_connected_leaves_the_end_to_the_runners(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.begin(job_id)
+    spread.box.end_runner(job_id, 1)
+    spread.go_on(lambda: (spread.part(job_id) or JobPart()).served == 1 and spread.state(job_id) == "ready")
+    spread.head.tick(2)
+    assert spread.head.runners.alive
 
 
 def test_box_with_a_part_gets_no_other_job(spread: Spread) -> None:
@@ -256,6 +319,14 @@ def test_job_over_several_boxes_waits_until_all_are_free_and_keeps_its_place(spr
     assert spread.head.stage_planners == []
 
 
+def test_reason_names_the_box_that_is_in_use_and_does_not_compare_boxes(spread: Spread) -> None:
+    busy = spread.prepare(box="head")
+    spread.go_on(lambda: spread.head.status(busy) is JobStatus.RUNNING)
+    job_id = spread.prepare(boxes=["head", NAME])
+    spread.head.tick()
+    assert spread.head.job(job_id).waiting_reason == f"the CPU of box head is in use by job {busy}"
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -287,6 +358,51 @@ def test_job_that_no_division_fits_fails(spread: Spread) -> None:
         JobStatus.FAILED,
         {"code": "does_not_fit", "message": "box attic lacks 3 GiB", "param": None},
     )
+
+
+def test_boxes_that_fit_are_taken_although_others_have_fewer_jobs(spread: Spread) -> None:
+    cellar = spread.add_box("cellar")
+    spread.prepare(box=NAME)
+    spread.go_on(lambda: spread.box.runners.alive)
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    [free] = spread.head.stage_planners
+    assert ([box.name for box in free.request.boxes], free.request.number) == (["head", "cellar"], 2)
+    free.answer = PreparationError("does_not_fit", "box cellar lacks 3 GiB", None)
+    spread.head.tick()
+    _, among_all = spread.head.stage_planners
+    assert [box.name for box in among_all.request.boxes] == ["head", "cellar", NAME]
+    among_all.answer = PLAN
+    spread.head.tick(2)
+    assert f"on box {NAME} it needs 2 GPUs; 1 is free" in (spread.head.job(job_id).waiting_reason or "")
+    with spread.head.database.write() as session:
+        BoxRepository(session).set_state(cellar, BoxState.DRAINING)
+    spread.head.tick()
+    assert spread.head.status(job_id) is JobStatus.QUEUED, "it does not need the box that does not fit"
+
+
+def test_job_gets_the_boxes_that_its_plan_has_chosen(spread: Spread) -> None:
+    spread.add_box("aaa")
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    [planner] = spread.head.stage_planners
+    assert [box.name for box in planner.request.boxes] == ["head", "aaa", NAME]
+    planner.answer = PLAN
+    spread.head.tick(2)
+    assert spread.state(job_id) == "copying"
+    assert len(spread.head.stage_planners) == 1
+
+
+def test_job_that_fits_no_boxes_fails_with_what_the_closest_lack(spread: Spread) -> None:
+    spread.add_box("cellar")
+    spread.prepare(box=NAME)
+    spread.go_on(lambda: spread.box.runners.alive)
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    for why in ("box cellar lacks 3 GiB", "box attic lacks 2 GiB"):
+        spread.head.stage_planners[-1].answer = PreparationError("does_not_fit", why, None)
+        spread.head.tick()
+    assert spread.head.job(job_id).error == {"code": "does_not_fit", "message": "box attic lacks 2 GiB", "param": None}
 
 
 def test_job_cancelled_before_its_first_attempt_is_removed_from_its_boxes(spread: Spread) -> None:
@@ -387,7 +503,9 @@ def test_attempt_ends_at_once_when_one_of_its_boxes_is_removed(spread: Spread) -
     assert not spread.head.runners.alive
     spread.head.now += 300
     spread.head.tick(2)
-    assert "was removed" in (spread.head.job(job_id).waiting_reason or "")
+    told = f"Box {NAME}, which has a part of the job's states, was removed, so the job cannot go on"
+    assert any(message.startswith(told) for message in spread.head.messages(job_id))
+    assert f"box {NAME} that has a part of its states was removed" in (spread.head.job(job_id).waiting_reason or "")
     with spread.head.database.write() as session:
         MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
 
@@ -435,3 +553,101 @@ def test_part_does_not_begin_beside_processes_of_another_job(spread: Spread) -> 
     spread.box.dispatcher._parts.tick()
     assert {job for job, _ in spread.box.runners.alive} == {other}
     assert spread.part(job_id, spread.box).served == 0  # type: ignore[union-attr]
+
+
+def test_part_that_was_planned_anew_begins_with_the_new_plan(spread: Spread) -> None:
+    job_id = spread.divide()
+    spread.until(lambda: spread.state(job_id) == "ready")
+    changed = replace(PLAN, step_s=3.0)
+    keep_stages(spread.head.settings, job_id, changed)
+    spread.agent.tick()
+    assert spread.state(job_id) == "copying", "what the box has is not what it is to have"
+    spread.go_on(lambda: spread.box.runners.alive)
+    assert stages_of(spread.box.settings, job_id) == changed
+
+
+def test_box_that_leaves_keeps_nothing_of_its_parts(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.head.end_runner(job_id, 1)
+    spread.box.end_runner(job_id, 1)
+    assert discard_parts(spread.box.database, spread.box.settings) == []
+    assert spread.part(job_id, spread.box) is None
+    assert list(spread.box.settings.home.rglob(f"{job_id}*")) == []
+
+
+def test_box_whose_facts_cannot_be_read_is_not_called_removed(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    with spread.head.database.write() as session:
+        BoxRepository(session).set(spread.row.id, facts={"num_gpus": "many"})
+    other = spread.prepare(boxes=["head", NAME])
+    spread.head.tick()
+    spread.head.now += 300
+    spread.head.tick()
+    for each in (job_id, other):
+        reason = spread.head.job(each).waiting_reason or ""
+        assert "facts of itself that this release of windlass cannot read" in reason
+        assert "removed" not in reason
+
+
+def test_jobs_of_lower_priority_pause_on_all_boxes_and_go_on_afterwards(spread: Spread) -> None:
+    here, there = (spread.prepare(box=name, priority=1) for name in ("head", NAME))
+    spread.go_on(lambda: spread.head.runners.alive and spread.box.runners.alive)
+    job_id = spread.prepare(boxes=["head", NAME])
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = PLAN
+    spread.head.tick()
+    assert spread.state(job_id) == "copying"
+    assert not spread.box.runners.paused, "others train on while files are copied"
+    spread.go_on(lambda: spread.box.runners.paused and not spread.head.runners.alive)
+    assert spread.box.runners.paused[0] == (there, 1)
+    journal = spread.box.journal(there, 1)
+    journal.append_outcome(PAUSED, "The attempt ended after a commit")
+    journal.close()
+    spread.box.end_runner(there)
+    spread.go_on(lambda: len(spread.head.runners.alive) == len(spread.box.runners.alive) == 1)
+    assert spread.head.runners.alive == spread.box.runners.alive == {(job_id, 1)}
+    assert [spread.head.status(each) for each in (here, there)] == [JobStatus.QUEUED] * 2
+    assert any(HELD_FOR_PART in message for message in spread.box.messages(there))
+    spread.head.export_model()
+    spread.end_attempt(job_id, "succeeded", trained_tokens=7)
+    spread.go_on(lambda: (there, 2) in spread.box.runners.alive and (here, 2) in spread.head.runners.alive)
+
+
+def test_box_that_is_reserved_begins_no_other_job_and_is_freed_if_the_job_cannot_begin(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.begin(job_id)
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.box.dispatcher._parts.hold is None)
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is not None)
+    assert not spread.box.runners.alive, "it waits before the next attempt"
+    with spread.head.database.write() as session:
+        MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is None and spread.part(job_id) is None)
+
+
+def test_head_that_is_older_than_the_division_takes_it_from_its_boxes(spread: Spread) -> None:
+    before = spread.head.job(job_id := spread.prepare(boxes=2)).hyperparameters
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = replace(PLAN, num_microbatches=1)
+    spread.go_on(lambda: spread.box.runners.alive)
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready" and spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.forget_division(job_id, before)
+    spread.go_on(lambda: spread.head.runners.alive)
+    assert spread.head.job(job_id).attempt == 2
+    assert spread.head.job(job_id).hyperparameters["num_microbatches"] == 1
+    assert stages_of(spread.head.settings, job_id) == stages_of(spread.box.settings, job_id)
+    assert any("the division that its boxes have" in message for message in spread.head.messages(job_id))
+
+
+def test_part_of_another_division_is_not_used(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready")
+    keep_stages(spread.head.settings, job_id, replace(PLAN, step_s=3.0))
+    spread.go_on(lambda: spread.state(job_id) == "lost")
+    spread.head.now += 300
+    spread.head.tick(2)
+    reason = spread.head.job(job_id).waiting_reason or ""
+    assert f"box {NAME} has a part of another division of the job; `windlass restart`" in reason

@@ -110,6 +110,7 @@ def test_specification_of_a_box_has_the_plan_s_values(tmp_path: Path, plan: Stag
     for index, stage in enumerate(plan.stages):
         spec = build_stage_spec(settings, HEAD_RESOURCES, job, plan, index)
         assert (spec.box, spec.stages) == (index, plan.engine_stages)
+        assert spec.names_of_boxes == tuple(each.box for each in plan.stages)
         assert (spec.placement, spec.num_cpu_optimizers) == (stage.placement, stage.num_optimizers)
         assert spec.host_memory_nbytes == (stage.arena_nbytes or stage.host_memory_nbytes)
         assert spec.planned_device_nbytes == stage.planned_device_nbytes
@@ -167,8 +168,9 @@ def test_request_has_the_bounds_of_each_box_and_those_of_the_job(tmp_path: Path)
         host_memory_gib=3.0,
         gpu_memory_gib=2.0,
     )
-    request = stages_request(settings, job, [("head", KIND), ("attic", other)], 1e9)
-    assert [box.name for box in request.boxes] == ["head", "attic"]
+    request = stages_request(settings, job, [("head", KIND, 5 * 2**30), ("attic", other, None)], 2, 1e9)
+    assert [(box.name, box.ssd_nbytes) for box in request.boxes] == [("head", 5 * 2**30), ("attic", None)]
+    assert request.num_boxes == 2
     first, second = request.boxes
     assert (first.hardware, first.host_memory_nbytes, first.device_memory_nbytes) == (MACHINE, 4 * 2**30, None)
     assert (second.hardware, second.num_optimizers) == (None, 2)
@@ -185,11 +187,11 @@ def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_b
     settings = home_of(tmp_path)
     job = prepared(settings, gpus="auto", num_microbatches=None)
     three = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=3))
-    boxes = [("head", three), ("attic", KIND)]
-    request = stages_request(settings, job, boxes, None)
+    boxes = [("head", three, None), ("attic", KIND, None)]
+    request = stages_request(settings, job, boxes, 2, None)
     assert (request.chooses_microbatches, request.chooses_ranks, request.num_ranks) == (True, True, 2)
     job.attempt = 1
-    assert not stages_request(settings, job, boxes, None).chooses_microbatches
+    assert not stages_request(settings, job, boxes, 2, None).chooses_microbatches
 
 
 def test_box_with_too_few_gpus_is_named(tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_box_with_too_few_gpus_is_named(tmp_path: Path) -> None:
     job = prepared(settings)
     one = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=1))
     with pytest.raises(ValueError, match=r"box attic: windlass\.gpus is 2, and the machine has 1 GPU"):
-        stages_request(settings, job, [("head", KIND), ("attic", one)], None)
+        stages_request(settings, job, [("head", KIND, None), ("attic", one, None)], 2, None)
 
 
 def test_kind_of_a_home_has_the_settings_that_plans_follow_from(tmp_path: Path) -> None:
@@ -278,10 +280,10 @@ def test_job_over_two_homes_has_the_bits_of_one_box(tmp_path: Path, *, is_measur
 
     resources = MachineResources(num_cores=2, num_gpus=0)
     kinds = [
-        (name, BoxKind.of_home(settings, resources, cpu_machine() if is_measured else None))
+        (name, BoxKind.of_home(settings, resources, cpu_machine() if is_measured else None), None)
         for name, settings in (("head", head), ("attic", attic))
     ]
-    plan = plan_stages(stages_request(head, job, kinds, 1.25e9))
+    plan = plan_stages(stages_request(head, job, kinds, 2, 1.25e9))
     assert (plan.step_s is not None) == is_measured
     job.hyperparameters = fields_of_stages(job, plan)["hyperparameters"]
     job.attempt = 1

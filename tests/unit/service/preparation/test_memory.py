@@ -68,8 +68,8 @@ def test_reason_names_free_memory_with_which_owner_would_get_next_grant() -> Non
     memory = PreparationMemory(lambda: free_nbytes, 0)
     assert [_grant(memory, f"a{number}", "ann") for number in range(4)] == [4 * _GIB, 4 * _GIB, 2 * _GIB, 0]
     assert memory.why_not("ann") == (
-        "memory for its preparation: 13.00 GiB needed beside the 10.00 GiB of other preparations of its owner, "
-        "10.00 GiB free beside what runs"
+        "another preparation of its owner to end, which may use 10.00 GiB of memory; it begins beside that one once "
+        "13.00 GiB are free, and 10.00 GiB are"
     )
     free_nbytes += 3 * _GIB
     assert _grant(memory, "a3", "ann") == LEAST_MEMORY_NBYTES

@@ -1,10 +1,12 @@
 """The log of decided commits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.storage.stores import flip, make_record
+from windlass.storage.ids import LayoutEpoch
 from windlass.storage.store.decisions import Decision, DecisionLog, last_decision
 
 
@@ -36,6 +38,13 @@ def test_late_decision_of_an_older_attempt_does_not_lead_back(tmp_path: Path) ->
     path = tmp_path / "decisions"
     write(path, decision(5, attempt=1), decision(6, attempt=2), decision(5, attempt=1))
     assert last_decision(path) == decision(6, attempt=2)
+
+
+def test_decision_of_a_later_layout_epoch_counts_before_all_of_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    moved = replace(decision(5), epoch=LayoutEpoch(1))
+    write(path, decision(5), moved, decision(6))
+    assert last_decision(path) == moved
 
 
 @pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, 127])

@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.storage.stores import JOB, make_geometry, volume_file
 from windlass.storage.ids import Attempt, LayoutEpoch
-from windlass.storage.integrity.errors import StaleAttempt, StoreError
+from windlass.storage.integrity.errors import StaleAttempt, StoreError, StoreExists
 from windlass.storage.memory.capacity import InsufficientSpaceError
 from windlass.storage.ssd.volume import Volume
-from windlass.storage.store.job_space import JobSpace, read_journal
+from windlass.storage.store.job_space import JobSpace, delete_space, read_journal, read_space
 from windlass.storage.store.recovery import StoreJournal
-from windlass.storage.store.tensor_store import last_attempt
+from windlass.storage.store.tensor_store import last_attempt, spaces_in
 
 GEOMETRY = make_geometry()
 
@@ -25,7 +25,7 @@ def open_space(directory: Path, attempt: int = 1, num_scratch_slots: int = 0) ->
 
 def holds_states(directory: Path) -> bool:
     with closing(Volume.open(directory, direct=False)) as volume:
-        return JOB in volume.allocations()
+        return bool(volume.allocations())
 
 
 def num_open_files(directory: Path) -> int:
@@ -67,6 +67,30 @@ def test_store_of_another_layout_epoch_is_refused_before_it_is_fenced(tmp_path: 
                 refused(directory, other, direct=False)
         with closing(Volume.open(directory, direct=False)) as volume:
             assert last_attempt(volume, JOB) == 1
+
+
+def test_stores_of_two_layout_epochs_lie_side_by_side(tmp_path: Path) -> None:
+    next_epoch = replace(GEOMETRY, epoch=LayoutEpoch(1), attempt=Attempt(2), chunks_per_block=(1, 1))
+    assert read_space(tmp_path, JOB, LayoutEpoch(1), direct=False) is None
+    open_space(tmp_path).close()
+    for number in (1, 2):
+        made = JobSpace.create(tmp_path, next_epoch, direct=False)
+        with pytest.raises(StoreExists):
+            JobSpace.create(tmp_path, next_epoch, direct=False)
+        made.close()
+        found = read_space(tmp_path, JOB, LayoutEpoch(1), direct=False)
+        assert found == (next_epoch, StoreJournal(f"SSD {tmp_path}", ()))
+        with closing(Volume.open(tmp_path, direct=False)) as volume:
+            assert set(spaces_in(volume)[JOB]) == {0, 1}
+            assert last_attempt(volume, JOB) == 2
+        if number == 1:
+            delete_space(tmp_path, JOB, LayoutEpoch(1))
+            assert read_space(tmp_path, JOB, LayoutEpoch(0), direct=False) is not None
+    JobSpace.open(tmp_path, replace(next_epoch, attempt=Attempt(3)), direct=False).close(delete=True)
+    assert not holds_states(tmp_path)
+    delete_space(tmp_path, JOB, LayoutEpoch(1))
+    delete_space(tmp_path / "nowhere", JOB, LayoutEpoch(1))
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_reading_a_journal_writes_nothing(tmp_path: Path) -> None:

@@ -571,8 +571,17 @@ def test_job_over_several_boxes_names_them_and_keeps_its_number_of_gpus(client: 
     with context_of(client).database.write() as session:
         PartRepository(session).add(job["id"], box.node, position=1, state=PartState.READY)
     assert client.get(f"{JOBS}/{job['id']}").json()["windlass"]["boxes"] == ["head", "attic"]
+    alone = create(client, file_id).json()
+    listed = {each["id"]: each["windlass"]["boxes"] for each in client.get(JOBS).json()["data"]}
+    assert listed == {job["id"]: ["head", "attic"], alone["id"]: None}
+    with context_of(client).database.read() as session:
+        assert PartRepository(session).by_job([alone["id"]]) == {}, "only parts of the jobs that are shown are read"
+        assert PartRepository(session).by_job([job["id"]]).keys() == {job["id"]}
+        assert JobRepository(session).find_all([job["id"], "ftjob-none"]).keys() == {job["id"]}
     error = client.post(f"{JOBS}/{job['id']}/resume", json={"windlass": {"gpus": 1}}).json()["error"]
     assert (error["param"], error["code"]) == ("windlass.gpus", "invalid_value")
+    named = create(client, file_id, windlass={"boxes": ["attic", "head"]}).json()
+    assert named["windlass"]["boxes"] == ["head", "attic"], "also before it is divided"
 
 
 def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:

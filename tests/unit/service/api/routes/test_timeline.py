@@ -43,6 +43,17 @@ def test_a_held_step_is_a_trace(client: TestClient, file_id: str) -> None:
     assert last["otherData"] == about | {"step": 4, "summary": {"period_s": 5.0}}
 
 
+def test_resources_of_a_job_over_boxes_have_the_names_of_boxes(client: TestClient, file_id: str) -> None:
+    job_id = make_job(client, file_id)
+    span = WorkSpan("b1/ssd-0", SpanKind.READ_STATES, 3, 2, 7, 103.0, 103.5, 4096)
+    summary = {"period_s": 4.0, "boxes": [{"box": "head"}, {"box": "attic"}]}
+    kept = StepSpans(step=3, start_s=100.0, end_s=104.0, summary=summary, spans=(span,))
+    keep_step(job_dir(context_of(client).settings, job_id) / FOLDER, kept)
+    trace = client.get(f"{JOBS}/{job_id}/timeline").json()
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["attic/ssd-0"]
+
+
 def test_a_step_that_is_not_held_is_not_found(client: TestClient, file_id: str) -> None:
     error = refusal(client, f"{JOBS}/{make_job(client, file_id, 3, 4)}/timeline?step=2")
     assert error["code"] == "timeline_not_held"

@@ -110,3 +110,21 @@ def test_a_plan_tells_what_a_job_takes() -> None:
     assert demand_of(from_older_version, budget_nbytes=7, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=None, is_cpu=True) == Demand()
     assert demand_of(None, budget_nbytes=7, is_cpu=True) == Demand(buffers_nbytes=7)
+
+
+def test_room_for_states_is_that_of_the_ssd_that_is_full_first() -> None:
+    ssds = [SsdSpace(disk="a", free_nbytes=300, rate=3e9), SsdSpace(disk="b", free_nbytes=200, rate=1e9)]
+    machine = MachineCapacity(room_nbytes=0, ssds=ssds)
+    nbytes = machine.states_nbytes()
+    assert nbytes is not None
+    shares = machine.needs("j", Demand(ssd_nbytes=nbytes))
+    assert shares["a"] <= 300
+    assert shares["b"] <= 200
+    more = machine.needs("j", Demand(ssd_nbytes=nbytes + 8))
+    assert more["a"] > 300 or more["b"] > 200
+
+
+def test_room_for_states_counts_a_disk_of_several_entries_once() -> None:
+    ssds = [SsdSpace(disk="a", free_nbytes=300), SsdSpace(disk="a", free_nbytes=300)]
+    assert MachineCapacity(room_nbytes=0, ssds=ssds).states_nbytes() == 300
+    assert MachineCapacity(room_nbytes=0).states_nbytes() is None, "an SSD cannot be read"

@@ -149,10 +149,39 @@ def test_job_over_a_closed_box_keeps_no_room_elsewhere() -> None:
     assert places(fleet, [over_boxes("j", "a", "b"), job("k", {"a": 1.0})]) == [(None, False), ("a", True)]
 
 
-def test_no_job_pauses_for_one_over_several_boxes() -> None:
-    fleet = [box("a", replace(running("r", 5, priority=5), may_be_paused=True)), box("b")]
-    [found] = place(fleet, [over_boxes("j", "a", "b", priority=0)])
-    assert (found.decision.begins, found.decision.pauses) == (False, ())
+def test_jobs_pause_on_all_boxes_at_once_for_one_over_several() -> None:
+    fleet = [box("a", running("r", 5, priority=5)), box("b"), box("c", running("s", 5, priority=1))]
+    [found] = place(fleet, [over_boxes("j", "a", "b", "c")])
+    assert (found.by_pausing, found.decision.begins, found.decision.pauses) == (True, False, ("r",))
+    assert {name: decision.pauses for name, decision in found.elsewhere.items()} == {"b": (), "c": ("s",)}
+
+
+def test_no_job_pauses_for_one_over_several_boxes_that_could_not_begin_then() -> None:
+    fleet = [box("a", running("r", 5, priority=5)), box("b", running("s", 5))]
+    [found] = place(fleet, [over_boxes("j", "a", "b")])
+    assert (found.by_pausing, found.decision.pauses, found.decision.will_pause) == (False, (), False)
+
+
+def test_jobs_pause_for_one_over_several_boxes_once_each_may() -> None:
+    fleet = [box("a", running("r", 5, priority=5)), box("b", running("s", 5, priority=5, may_leave_now=False))]
+    [found] = place(fleet, [over_boxes("j", "a", "b")])
+    assert (found.by_pausing, found.decision.pauses, found.decision.will_pause) == (True, (), True)
+    assert found.elsewhere["b"].pauses == ()
+
+
+def test_boxes_are_kept_while_jobs_leave_one_of_them() -> None:
+    fleet = [box("a", replace(running("r", 5, priority=5), is_leaving=True)), box("b", running("s", 5, priority=5))]
+    [found] = place(fleet, [over_boxes("j", "a", "b")])
+    assert (found.by_pausing, found.decision.begins) == (True, False)
+    assert found.elsewhere["b"].pauses == ("s",)
+
+
+def test_part_of_a_job_pauses_only_for_another_job_over_several_boxes() -> None:
+    part = replace(running("r", 5, priority=5), is_part=True)
+    fleet = [box("a"), box("b", part)]
+    assert place(fleet, [job("j", {"b": 1.0})])[0].decision.pauses == ()
+    [found] = place(fleet, [over_boxes("j", "a", "b")])
+    assert found.elsewhere["b"].pauses == ("r",)
 
 
 def test_two_jobs_over_the_same_boxes_begin_one_after_the_other() -> None:

@@ -1,0 +1,71 @@
+"""Simulates a planned job over several boxes: the scheduler's policy, each box's resources, and the network."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from windlass.actors.worker_policy import Stage
+from windlass.engine.model import ModelLayout
+from windlass.planner.simulation import (
+    NetworkRates,
+    SimulatedBox,
+    SimulatedSteps,
+    box_of_plan,
+    in_fewer_chunks,
+    simulate_boxes,
+    simulated_step_s_of_boxes,
+)
+from windlass.planner.solver import Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesToSimulate:
+    """A planned job over boxes, in the order of their blocks. One box with all blocks is a job over boxes, too.
+
+    `num_cores`: of each box, used if its device is the CPU.
+    """
+
+    plans: Sequence[Solution]
+    stages: tuple[Stage, ...]
+    layout: ModelLayout  # of the whole model
+    network: NetworkRates
+    num_cores: int
+
+    @property
+    def boxes(self) -> list[SimulatedBox]:
+        """The boxes, with chunks of one size on all."""
+        layout = in_fewer_chunks(self.layout, max(plan.costs.speeds.num_ssds for plan in self.plans))
+        # All boxes commit at once. A box without states in memory commits as seldom as those with some.
+        commit_every = max(plan.plan.commit_every for plan in self.plans)
+        has_several = len(self.plans) > 1
+        return [
+            box_of_plan(
+                plan,
+                layout,
+                num_cores=self.num_cores,
+                stages=self.stages if has_several else (),
+                box=index,
+                commit_every=commit_every if has_several else None,
+            )
+            for index, plan in enumerate(self.plans)
+        ]
+
+
+def simulated_stages_step_s(job: StagesToSimulate, *, max_calls: int | None = None) -> float:
+    """Returns the steady step time of a planned job over boxes.
+
+    Raises:
+        Stuck: the job would not end.
+        TooLong: a step has more than `max_calls` events.
+    """
+    return simulated_step_s_of_boxes(job.boxes, job.network, max_calls=max_calls)
+
+
+def simulate_stages(job: StagesToSimulate, *, limit_s: float = math.inf) -> SimulatedSteps:
+    """Simulates the steps of a planned job over boxes. The timelines and memory levels are those of all boxes.
+
+    Raises:
+        Stuck: the job would not end.
+        TooLong: the simulation has taken `limit_s` of CPU time.
+    """
+    return simulate_boxes(job.boxes, job.network, limit_s=limit_s)

@@ -1,0 +1,175 @@
+"""The parts of jobs over several boxes that the head wants on this box: their files, their ports, and their removal.
+
+The dispatcher serves their attempts. Both share the part's row: this module writes what is wanted.
+"""
+
+import logging
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.service.cluster.box.transfers import Takings, forget_taken, taken_content
+from windlass.service.data import deletion
+from windlass.service.installation import Settings, about, link_host_of, node_of
+from windlass.service.jobs import stages_digest, stages_of
+from windlass.service.machine.fleet import LinkPortError, PartOrder, PartReport, model_name, reserve_link_port
+from windlass.storage.sql import Database, JobPart
+from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of this box, as its agent tends them. `name`: the box's, as the head has it."""
+
+    database: Database
+    settings: Settings
+    takings: Takings
+    name: str
+    # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
+    _ports: dict[tuple[str, int], socket.socket] = field(default_factory=dict)
+    _unknown: Collection[str] = ()  # the jobs of whose division the head does not know
+
+    def close(self) -> None:
+        """Frees the ports."""
+        for kept in self._ports.values():
+            kept.close()
+
+    def all(self) -> Sequence[JobPart]:
+        """Lists the parts that this box has."""
+        with self.database.read() as session:
+            return PartRepository(session).on(self._node)
+
+    def reports(self) -> dict[str, PartReport]:
+        """Returns what the box tells of its parts, also of those whose files are being copied."""
+        texts, reports = self.takings.texts(), dict[str, PartReport]()
+        for part in self.all():
+            told, port = texts.get(part.job_id, part.told), None
+            if part.state == PartState.READY.value:
+                try:
+                    port = self._port_of(part)
+                except LinkPortError as error:
+                    told = str(error)
+            reports[part.job_id] = PartReport(
+                position=part.position,
+                state=PartState(part.state),
+                served=part.served,
+                port=port,
+                told=told,
+                plan=stages_digest(self.settings, part.job_id),
+                division=self._division_of(part),
+            )
+        for key in self._ports.keys() - {(job_id, told.served) for job_id, told in reports.items()}:
+            self._ports.pop(key).close()
+        return reports
+
+    def match(self, parts: Sequence[JobPart], orders: Mapping[str, PartOrder]) -> None:
+        """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
+        known = {part.job_id: part for part in parts}
+        self._unknown = {job_id for job_id, order in orders.items() if order.plan is None}
+        for part in known.values():
+            if part.job_id not in orders:
+                self._remove(part)
+            elif part.state == PartState.COPYING.value:
+                self._take(part, orders[part.job_id])
+            elif self._is_of_another_plan(part, orders[part.job_id]):
+                self._copy_again(part)
+        for job_id, order in orders.items():
+            link = None if order.link is None else order.link.model_dump(mode="json")
+            before = known.get(job_id)
+            told = None if before is None else (before.attempt, before.link, before.is_over)
+            is_behind = before is not None and before.state == PartState.READY.value and before.served < order.ended
+            if told == (order.attempt, link, order.ends_at_once) and not is_behind:
+                continue
+            with self.database.write() as session:
+                rows = PartRepository(session)
+                rows.add(job_id, self._node, position=order.position, state=PartState.COPYING)
+                rows.want(job_id, self._node, attempt=order.attempt, link=link, is_over=order.ends_at_once)
+                rows.give_up(job_id, self._node, order.ended)
+
+    @property
+    def _node(self) -> str:
+        return node_of(self.settings.home)
+
+    def _port_of(self, part: JobPart) -> int | None:
+        """Returns the port that is kept for the next attempt of a part. Raises LinkPortError."""
+        host, key = link_host_of(self.settings), (part.job_id, part.served)
+        if host is None:
+            return None
+        if key not in self._ports:
+            self._ports[key] = reserve_link_port(host, self.settings.link_port_range)
+        port: int = self._ports[key].getsockname()[1]
+        return port
+
+    def _division_of(self, part: JobPart) -> dict[str, Any] | None:
+        """Returns the plan of a part with states, if the head has none."""
+        plan = stages_of(self.settings, part.job_id) if part.served and part.job_id in self._unknown else None
+        return None if plan is None else plan.to_json()
+
+    def _is_of_another_plan(self, part: JobPart, order: PartOrder) -> bool:
+        """Returns whether a part that has no states yet was planned anew since its files were copied."""
+        if order.plan is None or part.served or part.state != PartState.READY.value:
+            return False
+        return stages_digest(self.settings, part.job_id) != order.plan
+
+    def _copy_again(self, part: JobPart) -> None:
+        """Copies the files of a part again. Those that have not changed are there."""
+        with self.database.write() as session:
+            PartRepository(session).copy_again(part.job_id, self._node)
+        _LOG.info("planned anew; its files are copied again", extra=about(part.job_id))
+
+    def _take(self, part: JobPart, order: PartOrder) -> None:
+        row = self.takings.take(part.job_id)
+        if row is None or not self.takings.end(part.job_id):
+            return
+        state, told = PartState.READY, None
+        if row["attempt"] != 0:
+            state, told = PartState.LOST, f"box {self.name} has lost its part of the states"
+        elif order.plan is not None and stages_digest(self.settings, part.job_id) != order.plan:
+            return  # planned anew while its files were copied
+        with self.database.write() as session:
+            PartRepository(session).tell(part.job_id, self._node, state=state, served=0, told=told)
+        _LOG.info("part %d is %s", part.position, state.value, extra=about(part.job_id))
+
+    def _remove(self, part: JobPart) -> None:
+        """Removes a part once the dispatcher has ended its processes. It goes on with the next call."""
+        if not self.takings.end(part.job_id):
+            return
+        # First, so that the dispatcher begins no attempt any more.
+        with self.database.write() as session:
+            parts = PartRepository(session)
+            parts.want(part.job_id, self._node, attempt=0, link=None, is_over=True)
+            now = parts.find(part.job_id, self._node)
+        if now is not None and now.state != PartState.RUNNING.value:
+            _remove_all_of(self.database, self.settings, now)
+
+
+def discard_parts(database: Database, settings: Settings) -> Sequence[str]:
+    """Removes all parts of this home, which leaves its head, with their rows, files and states. Its processes are gone.
+
+    Returns the jobs of which something is left: their files could not be removed.
+    """
+    with database.read() as session:
+        parts = PartRepository(session).on(node_of(settings.home))
+    return [part.job_id for part in parts if not _remove_all_of(database, settings, part)]
+
+
+def _remove_all_of(database: Database, settings: Settings, part: JobPart) -> bool:
+    """Removes the files and states of a part without processes, and its row last. Returns False if some are left."""
+    content = taken_content(settings, part.job_id)
+    try:
+        if content is not None:
+            model = model_name(job_of_row(content.row, attempt=part.served))
+            if not deletion.remove_job_files(settings, part.job_id, attempt=part.served, model=model):
+                return False
+        deletion.remove_job_folder(settings, part.job_id)
+    except OSError as error:
+        _LOG.warning("its part could not be removed yet: %s", error, extra=about(part.job_id))
+        return False
+    forget_taken(settings, part.job_id)
+    with database.write() as session:
+        PartRepository(session).remove(part.job_id, part.node)
+    _LOG.info("its part was removed", extra=about(part.job_id))
+    return True

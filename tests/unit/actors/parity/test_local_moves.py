@@ -1,0 +1,63 @@
+"""Jobs whose blocks move to more and fewer boxes between attempts: the losses and params of one box, to the bit."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.actors.moving_job import ONE_BOX, MovingJob
+from tests.support.cut_off import CutOff
+from tests.support.training import has_direct_io, leftovers_of
+from tests.unit.actors.parity.test_local_groups import Run, grouped
+from tests.unit.actors.parity.test_local_lanes import job
+from tests.unit.actors.parity.test_local_stages import PLACES, STAGES, run, run_attempt
+from windlass.actors.messages import Message, UpdateStep
+from windlass.actors.runtime.moving.local_move import move_locally
+from windlass.engine.memory_plan.plan import Placement
+from windlass.storage.ids import ActorName, Precision, StatePrecision
+
+CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "evaluate_every": None}
+
+
+def train(moving: MovingJob, until: int | None = None) -> None:
+    """Trains to the end, or is cut off in a step."""
+    moving.attempt += 1
+
+    def look(to: ActorName, message: Message) -> None:
+        if until is not None and isinstance(message, UpdateStep) and message.step == until:
+            raise CutOff
+
+    boxes = moving.boxes()
+    if until is not None:
+        with pytest.raises(CutOff):
+            run_attempt(*boxes, on_message=look)
+        return
+    assert run_attempt(*boxes)["status"] == "succeeded"
+    assert [leftovers_of(each) for each in boxes] == [[]] * len(boxes)
+
+
+# Each step is committed, so no attempt reports a step again.
+PLACED = {
+    "SSDs": {},
+    "split, tied": {"state_precision": StatePrecision.SPLIT, "tied": True},
+    "host memory": {"placement": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=1), "precision": Precision.FP32},
+    "mixed": {"placement": dataclasses.replace(PLACES["mixed"], commit_every=1), "precision": Precision.FP16},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [pytest.param(each, id=name) for name, each in PLACED.items()])
+def test_a_job_on_one_then_two_three_and_one_boxes_has_the_bits_of_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = CHANGES | changes
+    one = run(tmp_path / "one", **changes)
+    moving = MovingJob(grouped(job(tmp_path / "moving", lanes=1, **changes), 2))
+    for until, division in ((2, STAGES["2-3"]), (3, STAGES["2-1-2"]), (4, ONE_BOX)):
+        train(moving, until)
+        moved = move_locally(moving.moves(division), moving.layout, direct=has_direct_io(tmp_path))
+        moving.moved(division)
+        assert moved.step is not None
+        assert moved.step < until
+        assert sum(each.nbytes for each in moved.blocks) > 0
+    train(moving)
+    Run.of(moving.spec).assert_equals(one)
