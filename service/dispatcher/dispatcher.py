@@ -433,7 +433,8 @@ class Dispatcher:
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
-        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.keeps_boxes})
+        planned = {each.job.id for each in verdicts if each.is_ready and each.keeps_boxes}
+        self._spread.drop(keep=planned | {each.job.id for each in verdicts if self._queue.boxes.parts_of(each.job.id)})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -493,7 +494,12 @@ class Dispatcher:
         """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
         job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
         begins = verdict.is_ready and verdict.decision.begins
-        if parts and not begins:
+        asked = self._queue.boxes.wanted_of(job, parts) if parts else None
+        if asked is not None and (reason := self._spread.redivide(job, parts, *asked)) is not None:
+            self._spread.reserve(job, parts, is_wanted=False)
+            if reason:
+                self._queue.explain(job, reason)
+        elif parts and not begins:
             if verdict.is_ready:
                 self._queue.make_room(job, verdict.decision.pauses)
             self._spread.reserve(job, parts, is_wanted=verdict.keeps_boxes)

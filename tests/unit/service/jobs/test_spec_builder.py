@@ -147,7 +147,7 @@ JOB_SPEC = {
     "dataset_dir": "dataset_dir",
 }
 NOT_PLANNED_JOB_SPEC = {
-    **dict.fromkeys(["stages", "box", "layout_epoch"], "the service gives a job one box"),
+    **dict.fromkeys(["stages", "box", "box_names", "layout_epoch"], "the service gives a job one box"),
     **dict.fromkeys(
         (
             "job",
