@@ -112,7 +112,7 @@ class Runner(RunnerActor):
                 if self._scheduler is not None:
                     self._scheduler.post(message)
                 elif isinstance(message, UserMessage):
-                    self._tell_early(message.text)
+                    self._tell_message(message.text)
                 else:
                     self._early.append(message)
 
@@ -141,7 +141,8 @@ class Runner(RunnerActor):
         """
         return Journal(Path(self.spec.job_dir) / JOURNAL_FILE, self.spec.attempt)
 
-    def _tell_early(self, text: str) -> None:
+    def _tell_message(self, text: str) -> None:
+        """Appends a message to the journal. The caller holds the lock, and the scheduler is not made yet."""
         if self._is_over:
             return
         with contextlib.suppress(OSError), contextlib.closing(self._open_journal()) as journal:  # the disk may be full

@@ -13,6 +13,7 @@ from sqlalchemy import update
 from benchmarks.cluster.workload import GIB, SimulatedJob, Workload
 from windlass.actors.job import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig
+from windlass.actors.runtime.moving import MoveSpec
 from windlass.engine.memory_plan import Placement
 from windlass.planner.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.question import JobPlan, PlanReport
@@ -52,6 +53,9 @@ class _NoRunners:
 
     def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
         self.start(spec)
+
+    def start_move(self, move: MoveSpec, config: LinkConfig) -> None:
+        self.start(move.any)
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         return False

@@ -4,6 +4,9 @@ from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
 from windlass.planner.planning.gpu_choice import choose_gpus as choose_gpus
 from windlass.planner.planning.gpu_choice import numbers_of_gpus as numbers_of_gpus
+from windlass.planner.planning.gpu_choice import plan_without_advice as plan_without_advice
+from windlass.planner.planning.job_planning import plan_job as plan_job
+from windlass.planner.planning.job_planning import question_of as question_of
 from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
@@ -11,5 +14,3 @@ from windlass.planner.planning.planner import best_plan as best_plan
 from windlass.planner.planning.process import RefusedError as RefusedError
 from windlass.planner.planning.process import answer_question as answer_question
 from windlass.planner.planning.process import arguments_of as arguments_of
-from windlass.planner.planning.what_if import with_what_if as with_what_if
-from windlass.planner.planning.worker import question_of as question_of

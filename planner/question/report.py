@@ -28,7 +28,7 @@ class ExampleTokens:
 class WhatIf:
     """The plan of a job that has one thing changed. Without a plan, the numbers are None."""
 
-    key: str  # the kind of change: ssds, ram, gpus, card or batch
+    key: str  # the kind of change: ssds, ram, gpus, card, box or batch
     change: str  # in words
     feasible: bool
     step_s: float | None

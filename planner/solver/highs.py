@@ -16,8 +16,14 @@ _ALWAYS = {"threads": 1, "parallel": "off"}
 # Presolving takes longer than it saves.
 _LINEAR = {"presolve": "off", "solver": "simplex"}
 # The first two look for a first assignment. Here the search of the tree finds one soon. There is no `objective_bound`:
-# with presolve, HiGHS 1.16 does not end if that is close to the optimum.
-_WHOLE = {"mip_heuristic_run_feasibility_jump": False, "mip_heuristic_run_rens": False, "mip_detect_symmetry": False}
+# with presolve, HiGHS 1.16 does not end if that is close to the optimum. After a restart it does not always end either,
+# whatever the limits of nodes and time.
+_WHOLE = {
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rens": False,
+    "mip_detect_symmetry": False,
+    "mip_allow_restart": False,
+}
 
 
 # No program is unbounded (`LinearProgram`), so the second one says the same.

@@ -61,7 +61,8 @@ def what_boxes_lack(kinds: Sequence[BoxKind]) -> list[str]:
     """
     boxes = _plans_of(kinds, measures=False)
     number = sum(each.kind.number for each in boxes)
-    _check(boxes, number)
+    if number > 1:
+        _check(boxes, number)
     names = [
         each.kind.name if each.kind.number == 1 else f"{each.kind.name} {place}"
         for each in boxes

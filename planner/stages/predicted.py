@@ -4,7 +4,7 @@ import math
 import os
 
 from windlass.actors.worker_policy import Stage
-from windlass.planner.simulation import NetworkRates, TooLong
+from windlass.planner.simulation import NetworkRates, Stuck, TooLong
 from windlass.planner.simulation.boxes import StagesToSimulate, simulated_stages_step_s
 from windlass.planner.stages.splits import PlannedStages
 
@@ -28,7 +28,7 @@ def simulated_step_s(planned: PlannedStages) -> float | None:
     )
     try:
         step_s = simulated_stages_step_s(job, max_calls=_MOST_CALLS)
-    except TooLong:
+    except (TooLong, Stuck, ValueError):  # the formula's time remains
         return None
     assert math.isfinite(step_s), "a job that ends has a step"
     return max(step_s, *(plan.times.alone_s for plan in planned.plans))

@@ -48,6 +48,7 @@ class StagesPlan:
     step_s: float | None  # by the cost model; None: not known
     stages: tuple[StagePlan, ...]
     notes: tuple[str, ...] = ()  # for the user: what was assumed
+    layout_epoch: int = 0  # of the job's divisions: those that replace an earlier one have higher ones
 
     def __post_init__(self) -> None:
         """Refuses plans that no job can have."""
@@ -63,6 +64,8 @@ class StagesPlan:
         numbers = [self.num_ranks, self.num_microbatches, self.group_size]
         if min(numbers) < 1 or any(stage.num_optimizers < 1 for stage in self.stages):
             raise ValueError(f"a plan has one GPU, micro-batch, group and optimizer at least, not {numbers}")
+        if self.layout_epoch < 0:
+            raise ValueError(f"layout_epoch is {self.layout_epoch}; it must be 0 or more")
         if self.step_s is not None and not 0 < self.step_s < math.inf:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 and finite, or None")
 

@@ -286,11 +286,19 @@ def pause(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home 
 def resume(
     job: Annotated[str, typer.Argument(help="The job's id.")],
     gpus: Annotated[Any, gpus_option("GPUs of the job from now on, or auto; as before without it.")] = None,
+    boxes: Annotated[
+        str | None,
+        typer.Option(
+            help="Boxes of a job over several from now on: their number, or names such as head,attic. Its states are "
+            "moved first. As before without it."
+        ),
+    ] = None,
     home: Home = None,
 ) -> None:
-    """Queue a paused job again; --gpus gives it another number of GPUs, with the same results."""
+    """Queue a paused job again; --gpus and --boxes give it others, with the same results."""
+    asked = _parse_boxes(boxes)
     with client_for_job(home, job) as client:
-        found = client.resume(job, gpus=gpus)
+        found = client.resume(job, gpus=gpus, boxes=asked)
     print(f"job {job} is {found['status']}")
 
 

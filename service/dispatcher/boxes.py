@@ -281,6 +281,26 @@ class Boxes:
         free = [box for box in fit if box in boxes or not (box.holders or box.spread or box.name in taken)]
         return [free] if len(free) == len(fit) else [free, fit]
 
+    def wanted_of(self, job: Job, parts: Sequence[JobPart]) -> tuple[int | Sequence[str], Sequence[JoinedBox] | str]:
+        """Returns the boxes that a job with parts asks for, and those of which a new plan for it may choose its others.
+
+        The latter may be the reason why there is none.
+        """
+        asked = self._settings_of(job).boxes
+        assert asked is not None, "it asks for several boxes"
+        if isinstance(asked, list):
+            names = [name for name in asked if name != HEAD_NAME]
+            if unknown := [name for name in names if name not in self.by_name]:
+                return asked, f"{told_boxes(unknown)}, which it asks for, {'has' if len(unknown) == 1 else 'have'} left"
+            found = [self.by_name[name] for name in names]
+            closed = [f"box {box.name} {why}" for box in found if (why := self.why_no_part(box)) is not None]
+            return asked, "; ".join(closed) or found
+        nodes, taken, fit = {part.node for part in parts}, self._taken_by_others(job), self._boxes_for_parts(job)
+        free = [box for box in fit if box.node in nodes or not (box.holders or box.spread or box.name in taken)]
+        if len(fit) < asked - 1:
+            return asked, f"it asks for {asked} boxes, and {len(fit) + 1} are open to it"
+        return asked, free if len(free) >= asked - 1 else fit
+
     def choose(self, job_id: str, names: Sequence[str]) -> None:
         """Makes these the other boxes of a job, because its plan is for them. They stay so until one is closed."""
         self._planned[job_id] = names
@@ -313,7 +333,7 @@ class Boxes:
 
     def whole_box(self, job: Job, box: JoinedBox) -> Option:
         """Returns the option of a job that needs all devices of a box, as a part of a job does."""
-        if job.id not in self._stages or not self.parts_of(job.id):
+        if not self._stages.get(job.id) or not self.parts_of(job.id):
             plan = stages_of(self._settings, job.id) if self.parts_of(job.id) else None
             self._stages[job.id] = {} if plan is None else {stage.box: stage for stage in plan.stages}
         num_devices, stage = box.resources.num_devices, self._stages[job.id].get(box.name)

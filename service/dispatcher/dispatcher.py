@@ -433,7 +433,8 @@ class Dispatcher:
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
-        self._spread.drop(keep={each.job.id for each in verdicts if each.is_ready and each.keeps_boxes})
+        planned = {each.job.id for each in verdicts if each.is_ready and each.keeps_boxes}
+        self._spread.drop(keep=planned | {each.job.id for each in verdicts if self._queue.boxes.parts_of(each.job.id)})
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -453,14 +454,15 @@ class Dispatcher:
 
     def _execute(self, verdict: Verdict) -> None:
         job = verdict.job
-        if self._hold is not None:
-            self._queue.explain(job, self._hold)
-            return
-        if not job.attempt and (unsure := self._queue.boxes.why_unsure) is not None:
-            self._queue.explain(job, unsure)
-            return
-        if verdict.is_ready and (reason := room_reason(self._settings.home)) is not None:
-            self._queue.explain(job, reason)
+        why_not = self._hold
+        if why_not is None and not job.attempt:
+            why_not = self._queue.boxes.why_unsure
+        if why_not is None and verdict.is_ready:
+            why_not = room_reason(self._settings.home)
+        if why_not is not None:
+            if verdict.over is not None:
+                self._spread.reserve(job, self._queue.boxes.parts_of(job.id), is_wanted=False)
+            self._queue.explain(job, why_not)
             return
         if verdict.is_ready and verdict.box is not None:
             self._hand_over(job, verdict.box)
@@ -493,10 +495,15 @@ class Dispatcher:
         """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
         job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
         begins = verdict.is_ready and verdict.decision.begins
-        if parts and not begins:
+        asked = self._queue.boxes.wanted_of(job, parts) if parts else None
+        if asked is not None and (reason := self._spread.redivide(job, parts, *asked)) is not None:
+            self._spread.reserve(job, parts, is_wanted=False)
+            if reason:
+                self._queue.explain(job, reason)
+        elif parts and not begins:
             if verdict.is_ready:
                 self._queue.make_room(job, verdict.decision.pauses)
-            self._spread.reserve(job, parts, is_wanted=verdict.keeps_boxes)
+            self._spread.reserve(job, parts, is_wanted=verdict.reserves_boxes)
             self._queue.explain(job, verdict.reason)
         elif not (verdict.is_ready and verdict.keeps_boxes):
             self._queue.explain(job, verdict.reason)

@@ -11,15 +11,25 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from windlass.actors.job import JournalReader, JournalRecord
+from windlass.actors.runtime.moving import MOVED
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.data import output_dir
 from windlass.service.installation import Settings, about, node_of
-from windlass.service.jobs import journal_path, keep_plan, plans_of, record_prediction
+from windlass.service.jobs import (
+    journal_path,
+    keep_plan,
+    keep_stages,
+    next_stages_of,
+    plans_of,
+    record_prediction,
+    stages_of,
+)
 from windlass.service.machine.fleet import read_hold, result_file_id
 from windlass.storage.files import sync_path
 from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import (
     HELD_FOR_PART,
+    BoxRepository,
     EventRepository,
     FileRepository,
     JobFields,
@@ -66,6 +76,8 @@ def fail_attempt(
         cancel_job(session, job)
     elif _fall_back(settings, session, job, message, job.num_lost):
         pass
+    elif next_stages_of(settings, job.id) is not None:
+        _pause_after_move(session, job, message)
     elif code in _DID_NOT_START and (last := last_attempt_with_progress(session, job.id)):
         told = (
             f"Paused with the states of attempt {last}, because attempt {job.attempt} could not start: {message}. Mend "
@@ -152,6 +164,8 @@ def handle_loss(settings: Settings, session: Session, job: Job, reason: str) -> 
     elif num_lost < settings.max_attempts:
         message = f"Attempt {job.attempt} was lost: {reason}; going on from the last committed step"
         _end_attempt(session, job, message, level="warn", num_lost=num_lost)
+    elif next_stages_of(settings, job.id) is not None:
+        _pause_after_move(session, job, reason)
     else:
         tried = f"; {num_lost} attempts in a row brought no newly committed step" if num_lost > 1 else ""
         advice = "check `windlass doctor` and the kernel log, and submit the job again"
@@ -221,6 +235,8 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
         cancel_job(session, job)
     elif status == PAUSED:
         _requeue_after_pause(settings, session, job)
+    elif status == MOVED:
+        _go_on_after_move(settings, session, job)
     elif status == JobStatus.FAILED:
         error = outcome.data.get("error") or {}
         message = error.get("message") or outcome.message
@@ -228,6 +244,35 @@ def _apply(session: Session, settings: Settings, job: Job, outcome: Outcome) -> 
         fail_attempt(settings, session, job, code, message, error.get("param"))
     else:
         fail_job(session, job, "runner_failed", f"the runner ended with the unknown status {status!r}")
+
+
+def _pause_after_move(session: Session, job: Job, reason: str) -> None:
+    """Pauses a job whose states could not be moved. They are whole where they are."""
+    message = (
+        f"Paused, because its states could not be moved: {reason}. Resume it when that is mended, or with --boxes "
+        "and the boxes that it had, on which it then goes on"
+    )
+    _change(session, job, JobStatus.PAUSED, message, level="error", estimated_finish=None, num_lost=0)
+
+
+def _go_on_after_move(settings: Settings, session: Session, job: Job) -> None:
+    """Puts the new division into force, to which an attempt has moved the job's states."""
+    after = next_stages_of(settings, job.id)
+    if after is not None:  # else it is in force already, and this process was killed then
+        keep_stages(settings, job.id, after)
+    plan = stages_of(settings, job.id)
+    if plan is None:
+        raise ValueError("the job's plan over its boxes cannot be read")
+    positions = {stage.box: position for position, stage in enumerate(plan.stages)}
+    parts, boxes = PartRepository(session), BoxRepository(session)
+    for part in parts.of_job(job.id):
+        box = boxes.by_node(part.node)
+        parts.place(job.id, part.node, None if box is None else positions.get(box.name))
+    if JobRepository(session).get(job.id).cancel_requested:
+        cancel_job(session, job)
+        return
+    message = f"Goes on over the boxes {', '.join(positions)}, which have its states now"
+    _end_attempt(session, job, message, level="info", num_lost=0)
 
 
 def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from windlass.actors.job import JobSpec
 from windlass.actors.runtime import ray_runner as deploy
 from windlass.actors.runtime.boxes import LinkConfig, start_box_runner, start_first_box_runner
+from windlass.actors.runtime.moving import MoveSpec, start_move_runner
 from windlass.service.dispatcher.dispatcher import Dispatcher
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.replanner import ask_planner, ask_stages
@@ -52,6 +53,10 @@ class RayRunners:
     def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
         """Launches another box's runner of a job over several boxes. Raises as `start`."""
         self._launch(start_box_runner, spec, config)
+
+    def start_move(self, move: MoveSpec, config: LinkConfig) -> None:
+        """Launches one box's runner of a move. Raises as `start`."""
+        self._launch(start_move_runner, move, config)
 
     @staticmethod
     def _launch(launch: Callable[..., None], *arguments: object) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 from windlass.actors.job import JobSpec
 from windlass.actors.lifecycle import close_attempt, kill_attempt
 from windlass.actors.runtime.boxes import LinkConfig
+from windlass.actors.runtime.moving import MoveSpec
 from windlass.service.data import free_space, remove_arenas, remove_states
 from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatches
 from windlass.service.installation import Settings, about
@@ -44,6 +45,12 @@ class Runners(Protocol):
 
     def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
         """Launches another box's part, as `start` does. It ends by itself when the first box has ended, or is lost."""
+
+    def start_move(self, move: MoveSpec, config: LinkConfig) -> None:
+        """Launches one box's part of an attempt that moves a job's states, as `start` does.
+
+        That of another box than the first ends by itself when the first one has ended, or is lost.
+        """
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         """Returns whether the runner exists."""

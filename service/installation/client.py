@@ -184,9 +184,15 @@ class ServiceClient:
         """Pauses a job, or requests its runner to pause."""
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/pause")
 
-    def resume(self, job_id: str, *, gpus: int | str | None = None) -> dict[str, Any]:
-        """Queues a paused job again. `gpus`: its number of GPUs from now on, or "auto"; None: as before."""
-        body = {} if gpus is None else {"json": {"windlass": {"gpus": gpus}}}
+    def resume(
+        self, job_id: str, *, gpus: int | str | None = None, boxes: int | list[str] | None = None
+    ) -> dict[str, Any]:
+        """Queues a paused job again. None: as before.
+
+        `gpus`: its number of GPUs from now on, or "auto". `boxes`: of a job over several boxes, their number or names.
+        """
+        changes = {name: value for name, value in (("gpus", gpus), ("boxes", boxes)) if value is not None}
+        body = {"json": {"windlass": changes}} if changes else {}
         return self._call("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", **body)
 
     def restart(self, job_id: str, *, box: str | None = None) -> dict[str, Any]:

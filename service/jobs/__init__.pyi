@@ -49,9 +49,14 @@ from windlass.service.jobs.spec_builder import shown_gpus_of as shown_gpus_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear
 from windlass.service.jobs.stage_plans import STAGES_FILE as STAGES_FILE
+from windlass.service.jobs.stage_plans import build_move_spec as build_move_spec
 from windlass.service.jobs.stage_plans import build_stage_spec as build_stage_spec
 from windlass.service.jobs.stage_plans import fields_of_stages as fields_of_stages
+from windlass.service.jobs.stage_plans import forget_next_stages as forget_next_stages
+from windlass.service.jobs.stage_plans import is_moved as is_moved
+from windlass.service.jobs.stage_plans import keep_next_stages as keep_next_stages
 from windlass.service.jobs.stage_plans import keep_stages as keep_stages
+from windlass.service.jobs.stage_plans import next_stages_of as next_stages_of
 from windlass.service.jobs.stage_plans import stages_digest as stages_digest
 from windlass.service.jobs.stage_plans import stages_of as stages_of
 from windlass.service.jobs.stage_plans import stages_of_answer as stages_of_answer

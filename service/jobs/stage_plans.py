@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.actors.job import JobSpec, Pace
+from windlass.actors.runtime.moving import MoveSpec
 from windlass.planner.stages import RequestedBox, StagesPlan, StagesRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.box_plans import BoxKind
@@ -30,10 +31,13 @@ from windlass.service.jobs.spec_builder import (
 from windlass.service.preparation import PREPARE_DATA
 from windlass.service.validation import count_text, model_dir
 from windlass.storage.files import write_durably
+from windlass.storage.ids import BoxName, LayoutEpoch
 from windlass.storage.sql import Job
 from windlass.storage.sql.repositories import JobFields
+from windlass.storage.store import DECISIONS_FILE, last_decision
 
 STAGES_FILE = "prepare/stages.json"  # in a job's folder
+_NEXT_FILE = "prepare/next-stages.json"  # there: the division to which the job's states are to be moved
 
 
 def stages_request(
@@ -42,12 +46,14 @@ def stages_request(
     boxes: Sequence[tuple[str, BoxKind, int | None]],
     num_boxes: int,
     network_bytes_per_s: float | None,
+    before: StagesPlan | None = None,
 ) -> StagesRequest:
     """Makes the request for a prepared job over so many of these boxes, the first of which is the head's own.
 
     The plan may choose the number of micro-batches if the settings leave it open and the job has not begun.
     `boxes`: each with its name, its kind, and the bytes that are free on its SSDs, None if they are not known.
-    `network_bytes_per_s`: between the boxes, each way; None: it is not known.
+    `network_bytes_per_s`: between the boxes, each way; None: it is not known. `before`: the job's division so far, from
+    which a new one takes all on which the bits of its results depend.
 
     Raises:
         OSError, ValueError: the job's data is gone, or a box has too few GPUs.
@@ -58,6 +64,8 @@ def stages_request(
     most_microbatches = training.batch_size if chooses_microbatches else training.num_microbatches
     most_gpus = min(kind.resources.most_gpus for _, kind, _ in boxes)
     num_ranks = asked.with_most_gpus(most_gpus, most_microbatches).least_gpus
+    if before is not None:
+        num_ranks, training = before.num_ranks, replace(training, update_order=before.update_order)
     for name, kind, _ in boxes:
         if (why := kind.resources.why_too_many(num_ranks)) is not None:
             raise ValueError(f"box {name}: {why}")
@@ -68,9 +76,9 @@ def stages_request(
         training=training,
         num_validation_examples=prepared["num_validation_examples"],
         chooses_microbatches=chooses_microbatches,
-        chooses_order=asked.leaves_order_open,
+        chooses_order=asked.leaves_order_open and before is None,
         num_ranks=num_ranks,
-        chooses_ranks=chooses_gpus(job),
+        chooses_ranks=chooses_gpus(job) and before is None,
         boxes=tuple(_requested(*box, job) for box in boxes),
         num_boxes=num_boxes,
         network_bytes_per_s=network_bytes_per_s,
@@ -114,10 +122,31 @@ def keep_stages(settings: Settings, job_id: str, plan: StagesPlan) -> None:
 
 def stages_of(settings: Settings, job_id: str) -> StagesPlan | None:
     """Returns the plan of a job over several boxes, or None if it has none. An unreadable one counts as missing."""
-    try:
-        return StagesPlan.from_json(json.loads(_path(settings, job_id).read_text()))
-    except (OSError, ValueError):
+    return _read(_path(settings, job_id))
+
+
+def keep_next_stages(settings: Settings, job_id: str, plan: StagesPlan) -> None:
+    """Stores the division to which a job's states are to be moved. Raises OSError."""
+    write_durably(_next_path(settings, job_id), json.dumps(plan.to_json()))
+
+
+def forget_next_stages(settings: Settings, job_id: str) -> None:
+    """Gives up a division to which a job's states have not been moved. Raises OSError."""
+    _next_path(settings, job_id).unlink(missing_ok=True)
+
+
+def next_stages_of(settings: Settings, job_id: str) -> StagesPlan | None:
+    """Returns the division to which a job's states are to be moved, None if they are where they are to be."""
+    before, after = stages_of(settings, job_id), _read(_next_path(settings, job_id))
+    if before is None or after is None or after.layout_epoch <= before.layout_epoch:
         return None
+    return after
+
+
+def is_moved(settings: Settings, job_id: str, after: StagesPlan) -> bool:
+    """Returns whether the job's log of decisions says that its states have been moved to a division."""
+    decision = last_decision(job_dir(settings, job_id) / DECISIONS_FILE)
+    return decision is not None and decision.epoch >= after.layout_epoch
 
 
 def stages_digest(settings: Settings, job_id: str) -> str | None:
@@ -168,11 +197,56 @@ def build_stage_spec(
         stages=plan.engine_stages,
         box=index,
         box_names=tuple(each.box for each in plan.stages),
+        layout_epoch=LayoutEpoch(plan.layout_epoch),
         placement=stage.placement,
         host_memory_nbytes=stage.host_memory_nbytes if stage.arena_nbytes is None else stage.arena_nbytes,
         planned_device_nbytes=stage.planned_device_nbytes,
     )
 
 
+def build_move_spec(
+    settings: Settings,
+    resources: MachineResources,
+    job: Job,
+    plans: tuple[StagesPlan, StagesPlan],
+    boxes: Sequence[str],
+    index: int,
+) -> MoveSpec:
+    """Builds the specification of one box's part in a move, which is the attempt in the job's row.
+
+    `plans`: the division before, and the one after. `boxes`: the names of all boxes of both, the first one first.
+    `index`: that of the box among these. All else is as for `build_stage_spec`.
+    """
+
+    def part(plan: StagesPlan) -> JobSpec | None:
+        names = [stage.box for stage in plan.stages]
+        if boxes[index] not in names:
+            return None
+        return build_stage_spec(settings, resources, job, plan, names.index(boxes[index]))
+
+    before, after = plans
+    holders, owners = ({stage.box: stage.stage for stage in plan.stages} for plan in plans)
+    return MoveSpec(
+        box=index,
+        epoch=LayoutEpoch(after.layout_epoch),
+        names=tuple(map(BoxName, boxes)),
+        holders=tuple(map(holders.get, boxes)),
+        owners=tuple(map(owners.get, boxes)),
+        old=part(before),
+        new=part(after),
+    )
+
+
+def _read(path: Path) -> StagesPlan | None:
+    try:
+        return StagesPlan.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
 def _path(settings: Settings, job_id: str) -> Path:
     return job_dir(settings, job_id) / STAGES_FILE
+
+
+def _next_path(settings: Settings, job_id: str) -> Path:
+    return job_dir(settings, job_id) / _NEXT_FILE

@@ -52,8 +52,8 @@ _TIMEOUTS_S = {
 _DOWNLOADER = "windlass.service.preparation.hub_download"
 _CHECKER = "windlass.engine.checkpoint.check_model"
 _PREPARER = "windlass.engine.data.tokenize"
-_PLANNER = "windlass.planner.planning.worker"
-_STAGES_PLANNER = "windlass.planner.stages.worker"
+_PLANNER = "windlass.planner.answers.job_process"
+_STAGES_PLANNER = "windlass.planner.answers.stages_process"
 _BUDGETS = "windlass.actors.job.check_budgets"
 # Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
 # is missing, so it reads no user's file.

@@ -5,6 +5,7 @@ from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEF
 from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as DEFAULT_LEARNING_RATE
 from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
 from windlass.service.validation.hyperparameters import MAX_BOXES as MAX_BOXES
+from windlass.service.validation.hyperparameters import Boxes as Boxes
 from windlass.service.validation.hyperparameters import GpuNumber as GpuNumber
 from windlass.service.validation.hyperparameters import JobSettings as JobSettings
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters

@@ -118,6 +118,27 @@ def _check_boxes(value: Any) -> Any:
     raise ValueError(f"must be a number of boxes from 2 to {MAX_BOXES}, or a list of their names")
 
 
+# A number of boxes, or their names; null: none.
+Boxes = Annotated[
+    int | list[str] | None,
+    PlainValidator(_check_boxes),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 2, "maximum": MAX_BOXES},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": 64},
+                    "minItems": 2,
+                    "maxItems": MAX_BOXES,
+                    "uniqueItems": True,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
 # In JSON a word is a string, which is no member of an enum to strict validation.
 _WORD = Field(strict=False)
 
@@ -223,25 +244,7 @@ class WindlassSettings(_Strict):
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
     # The number or the names of the boxes that share the job's blocks, the head's own among them; null: one box.
-    boxes: Annotated[
-        int | list[str] | None,
-        PlainValidator(_check_boxes),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "integer", "minimum": 2, "maximum": MAX_BOXES},
-                    {
-                        "type": "array",
-                        "items": {"type": "string", "minLength": 1, "maxLength": 64},
-                        "minItems": 2,
-                        "maxItems": MAX_BOXES,
-                        "uniqueItems": True,
-                    },
-                    {"type": "null"},
-                ]
-            }
-        ),
-    ] = None
+    boxes: Boxes = None
     budgets: Budgets = Budgets()
     lora: None = None
 

@@ -19,7 +19,7 @@ _TWO_GROUPS = ("--set", "num_microbatches=2")
 @pytest.fixture
 def boxes(tmp_path: Path) -> Iterator[BoxService]:
     """A head and a box that has joined."""
-    with box_service(tmp_path, "left") as boxes:
+    with box_service(tmp_path, "left", "right") as boxes:
         boxes.start_head()
         boxes.join("left")
         yield boxes
@@ -71,3 +71,20 @@ def test_job_goes_on_after_a_box_is_killed_and_after_its_link_is_cut(boxes: BoxS
     job = boxes.await_success(job_id)
     assert job["windlass"]["attempt"] == 2, "a short cut costs no attempt"
     assert boxes.losses(job_id) == boxes.losses(alone)
+
+
+def test_job_that_resumes_over_other_boxes_has_the_losses_of_one(boxes: BoxService, training_file: Path) -> None:
+    boxes.join("right")
+    alone = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, box=HEAD)
+    boxes.await_success(alone)
+    job_id = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, "--boxes", "head,left")
+    boxes.await_step(job_id, 2)
+    boxes.head.ok("pause", job_id)
+    boxes.head.await_job(job_id, lambda job: job["status"] == "paused", "paused")
+    boxes.head.ok("resume", job_id, "--boxes", "head,right")
+    job = boxes.await_success(job_id)
+    assert job["windlass"]["attempt"] == 3, "one moved the states"
+    assert boxes.losses(job_id) == boxes.losses(alone)
+    told = boxes.head.ok("logs", job_id)
+    assert " from left to right" in told
+    assert "Goes on over the boxes head, right" in told

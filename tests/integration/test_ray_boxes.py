@@ -12,14 +12,17 @@ import pytest
 
 from tests.integration.test_ray_training import Driver, num_steps, wait_for
 from tests.pretend_gpus import pretend_gpus, visible_gpus
+from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on
 from tests.support.storage.links import SECRET, Authority, quick
 from tests.support.training import boxes_of, journal_of, leftovers_of
 from tests.unit.actors.parity.test_linked_stages import NAMES
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from tests.unit.actors.parity.test_local_stages import STAGES, run
+from windlass.actors.job.journal import JournalRecord
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig
+from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.service.machine.ray_cluster import RayCluster
 from windlass.storage.ids import Attempt, Precision
 from windlass.storage.link import LinkSettings, listen
@@ -160,3 +163,45 @@ def test_a_job_that_is_cancelled_ends_on_all_boxes(boxes: list[Box], tmp_path: P
     await_ends(boxes, specs)
     assert [errors_of(each) for each in specs] == [""] * len(specs)
     assert [leftovers_of(each) for each in specs] == [[]] * len(specs)
+
+
+def move(boxes: Sequence[Box], moves: Sequence[MoveSpec], root: Path) -> list[JournalRecord]:
+    """Moves with the runners of all boxes, and returns the records of that attempt."""
+    for each, config in reversed(list(zip(moves, configs(root, SETTINGS), strict=True))):
+        boxes[each.box].driver.start_move(each, config)
+    await_ends(boxes, [each.any for each in moves])
+    return records_of(moves[0])
+
+
+def records_of(first: MoveSpec) -> list[JournalRecord]:
+    return [record for record in journal_of(first.any) if record.attempt == first.any.attempt]
+
+
+def test_the_states_move_between_boxes_with_a_ray_each_and_back(boxes: list[Box], tmp_path: Path) -> None:
+    moving = MovingJob.make(tmp_path / "job", STAGES["2-3"])
+    states = moving.commit(7)
+    for number, division in enumerate((STAGES["4-1"], ONE_BOX)):
+        moves = moving.moves(division)
+        records = move(boxes, moves, tmp_path / f"links{number}")
+        [moved] = moves[0].moved(moving.layout)
+        assert [record.message for record in records] == [f"Moving {moved}", f"Moved the states of step 7: {moved}"]
+        assert records[-1].data["status"] == "moved", errors_of(moves[0].any)
+        moving.moved(division)
+        assert moving.states(7) == states
+        assert set().union(*epochs_on(moves)) == {moving.epoch}
+        assert [errors_of(each.any) for each in moves] == ["", ""]
+
+
+def test_a_move_whose_other_box_is_away_ends_and_the_next_one_is_whole(boxes: list[Box], tmp_path: Path) -> None:
+    moving = MovingJob.make(tmp_path / "job", STAGES["2-3"])
+    states = moving.commit(7)
+    first, _ = moving.moves(ONE_BOX)
+    links = configs(tmp_path / "links", quick(connect_s=5.0, silence_s=5.0))
+    boxes[0].driver.start_move(first, links[0])  # the other box's runner never begins
+    await_ends(boxes[:1], [first.any])
+    [outcome] = records_of(first)
+    assert outcome.data["status"] == "interrupted"
+    assert "it has the states of layers 2 to 3 and the head" in outcome.data["error"]["message"]
+    assert move(boxes, moving.moves(ONE_BOX), tmp_path / "again")[-1].data["status"] == "moved"
+    moving.moved(ONE_BOX)
+    assert moving.states(7) == states

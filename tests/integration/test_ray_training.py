@@ -22,6 +22,7 @@ from tests.support.reference_loop import train_plainly
 from tests.support.training import exported_params, journal_of, leftovers_of, losses_of, make_spec, metrics_of
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig
+from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.memory_plan.plan import Placement
@@ -45,6 +46,7 @@ from windlass.service.machine.ray_cluster import RayCluster
 RayCluster(Path(sys.argv[1])).connect()
 import ray
 from windlass.actors.runtime.boxes import start_box_runner, start_first_box_runner
+from windlass.actors.runtime.moving import start_move_runner
 from windlass.actors.runtime.ray_runner import cancel_runner, find_runner, start_runner
 
 answers = os.fdopen(os.dup(1), "w")
@@ -60,6 +62,8 @@ for line in sys.stdin:
             start_box_runner(specs[box], config)
         else:
             start_first_box_runner(specs, config)
+    elif verb == "start move":
+        start_move_runner(*pickle.loads(Path(arguments[0]).read_bytes()))
     elif verb == "find":
         answer = find_runner(*arguments) is not None
     elif verb == "cancel":
@@ -99,6 +103,12 @@ class Driver:
         path = Path(specs[box].job_dir, f"spec-of-box-{box}")
         path.write_bytes(pickle.dumps((specs, box, config)))
         self.ask("start box", str(path))
+
+    def start_move(self, move: MoveSpec, config: LinkConfig) -> None:
+        """Launches one box's part of a move of a job's states."""
+        path = Path(move.any.job_dir, f"move-of-box-{move.box}")
+        path.write_bytes(pickle.dumps((move, config)))
+        self.ask("start move", str(path))
 
     def cancel(self, spec: JobSpec) -> None:
         """Cancels a job. The runner has the request when this returns."""

@@ -16,6 +16,9 @@ from windlass.engine.model import ModelLayout
 from windlass.storage.ids import BlockIndex, BoxName, ChunkKey, Formats, LayoutEpoch, Span, StateKind
 from windlass.storage.integrity import buffer_digest
 
+# The outcome of an attempt after which the new division is in force.
+MOVED = "moved"
+
 
 class ChunkMove(NamedTuple):
     """One chunk on its way. Boxes are indices among those that take part in the move."""
@@ -123,6 +126,11 @@ class MoveSpec:
             )
             for (source, target), found in sorted(blocks.items())
         ]
+
+    def states_nbytes(self, layout: ModelLayout) -> int:
+        """Returns the bytes of all states, also of those that stay on their box, as they are copied."""
+        formats = self.any.training.formats
+        return sum(slot_nbytes(packed_parts(layout, formats, key)) for _, _, key in self._routes(layout))
 
     def _routes(self, layout: ModelLayout) -> Iterator[tuple[int, int, ChunkKey]]:
         whole = layout.of_blocks(0, len(layout.blocks))

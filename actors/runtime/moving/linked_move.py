@@ -76,8 +76,8 @@ def move_over_link(
 ) -> Moved | None:
     """Carries out one box's part in a move, in this process; see `LeadMove`. Only the first box returns the end.
 
-    `end` has the boxes of `spec.names`. `on_progress` is called on the first box, with the bytes that have come on all
-    boxes. `check_stop` raises an error if the move is to stop.
+    `end` has the boxes of `spec.names`. `on_progress` is called on the first box: with 0 once all boxes have answered,
+    and then with the bytes that have come on all of them. `check_stop` raises an error if the move is to stop.
 
     Raises:
         ActorLostError: another box is lost.
@@ -214,6 +214,7 @@ def _lead(
                         f"box {name!r} and the first box differ in the division of the blocks, or in the model's "
                         "layout: all boxes of a job need the same ones"
                     )
+            others.note(0, 0)
             return [mine, *((each.journals, each.new_journals) for each in theirs)]
         return [mine, *(each.journals for each in theirs)]
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
+from windlass.actors.runtime.moving import blocks_text
 from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, names_of_boxes, trace_of
 from windlass.engine.training_config import Initialization
 from windlass.service.api import (
@@ -37,6 +38,7 @@ from windlass.service.api.schemas import (
     MetricsObject,
     RestartJob,
     ResumeJob,
+    ResumeSettings,
     StreamStart,
     TraceObject,
     event_ordinal,
@@ -67,6 +69,7 @@ from windlass.storage.sql.repositories import (
     MirrorRepository,
     NewJob,
     PartRepository,
+    is_away,
 )
 
 _METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
@@ -151,9 +154,14 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 def resume_job(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: ResumeJob | None = None
 ) -> JobObject:
-    """Queues a paused job again, with another number of GPUs if the body names one, or "auto"."""
-    gpus = None if body is None else body.windlass.gpus
+    """Queues a paused job again, with another number of GPUs if the body names one, or "auto", or over other boxes."""
+    settings = ResumeSettings() if body is None else body.windlass
+    gpus, boxes = settings.gpus, settings.boxes
     with context.database.write() as session:
+        if boxes is not None:
+            job = JobRepository(session, caller.only_of).get(job_id)
+            _check_boxes(context, session, boxes)
+            _check_move(context, session, job, boxes)
         if isinstance(gpus, int):
             job = JobRepository(session, caller.only_of).get(job_id)
             if job.windlass.get("boxes") is not None:
@@ -164,7 +172,7 @@ def resume_job(
                 )
             _check_gpus(context, session, gpus, node=job.node)
             _check_microbatches(job, gpus)
-        job = _request(context, session, caller, Instruction.RESUME, job_id, gpus=gpus)
+        job = _request(context, session, caller, Instruction.RESUME, job_id, gpus=gpus, boxes=boxes)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]
 
@@ -195,11 +203,18 @@ def restart_job(
 
 
 def _request(
-    context: Context, session: Session, caller: Caller, kind: Instruction, job_id: str, *, gpus: int | str | None = None
+    context: Context,
+    session: Session,
+    caller: Caller,
+    kind: Instruction,
+    job_id: str,
+    *,
+    gpus: int | str | None = None,
+    boxes: int | list[str] | None = None,
 ) -> Job:
     """Requests something of a job, also if another box works on it."""
     here = node_of(context.settings.home)
-    return MirrorRepository(session).request(kind, job_id, here=here, only_of=caller.only_of, gpus=gpus)
+    return MirrorRepository(session).request(kind, job_id, here=here, only_of=caller.only_of, gpus=gpus, boxes=boxes)
 
 
 def _check_gpus(context: Context, session: Session, gpus: int, *, node: str | None = None) -> None:
@@ -240,6 +255,33 @@ def _check_boxes(context: Context, session: Session, asked: int | list[str] | No
             why = f"there is no box {unknown[0]!r}; there are {', '.join(names)}"
         elif HEAD_NAME not in asked:
             why = f"the head's own box must be among them: add {HEAD_NAME!r}"
+    if why is not None:
+        raise ApiError(f"windlass.boxes: {why}", param="windlass.boxes", code="invalid_value")
+
+
+def _check_move(context: Context, session: Session, job: Job, asked: int | list[str]) -> None:
+    """Raises ApiError if a job cannot go on over these boxes."""
+    why: str | None = None
+    plan = stages_of(context.settings, job.id)
+    number = asked if isinstance(asked, int) else len(asked)
+    if job.windlass.get("boxes") is None:
+        why = "the job is on one box, and stays there: only one that was submitted with boxes can go on over others"
+    elif plan is not None:
+        num_layers = plan.stages[-1].stop_block - 2
+        if number > num_layers:
+            why = f"the model has {num_layers} layers, and each box needs one: give at most {num_layers} boxes"
+        same = number == len(plan.stages) if isinstance(asked, int) else set(asked) == {s.box for s in plan.stages}
+        rows = {box.name: box for box in BoxRepository(session).all(node_of(context.settings.home))}
+        for stage in () if same or why is not None or not job.attempt else plan.stages[1:]:
+            row = rows.get(stage.box)
+            if row is None or is_away(row):
+                blocks = blocks_text(stage.stage, num_layers + 2)
+                is_what = "not here any more: join it" if row is None else "away: start it"
+                why = (
+                    f"box {stage.box} has the states of {blocks}, which no other box has, and is {is_what} again, or "
+                    "begin again from the newest exported model with `windlass restart`"
+                )
+                break
     if why is not None:
         raise ApiError(f"windlass.boxes: {why}", param="windlass.boxes", code="invalid_value")
 

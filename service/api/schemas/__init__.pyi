@@ -25,6 +25,7 @@ from windlass.service.api.schemas.objects import MetricsObject as MetricsObject
 from windlass.service.api.schemas.objects import ModelObject as ModelObject
 from windlass.service.api.schemas.objects import RestartJob as RestartJob
 from windlass.service.api.schemas.objects import ResumeJob as ResumeJob
+from windlass.service.api.schemas.objects import ResumeSettings as ResumeSettings
 from windlass.service.api.schemas.objects import StreamedEvent as StreamedEvent
 from windlass.service.api.schemas.objects import StreamStart as StreamStart
 from windlass.service.api.schemas.objects import TraceObject as TraceObject

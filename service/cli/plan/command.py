@@ -123,7 +123,8 @@ def plan(
         bool,
         typer.Option(
             "--what-if",
-            help="Also plan the job with one more SSD, 64 GiB more RAM, a faster card, one more GPU, twice the batch.",
+            help="Also plan the job with one more SSD, 64 GiB more RAM, a faster card, one more GPU, a second box, "
+            "twice the batch.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -201,7 +202,7 @@ def plan(
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
         number, num_params, question, planned = _answer(question, find, slack)
         if what_if:
-            status.update("planning the job with one thing changed: five plans more")
+            status.update("planning the job with one thing changed: six plans more")
             planned = _with_what_if(question, planned)
         found = planned.report
         if trace is not None and planned.solution is not None:
@@ -382,7 +383,7 @@ def _trace(planned: "Planned", path: Path) -> None:
 
 
 def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
-    from windlass.planner.planning import with_what_if
+    from windlass.planner.answers import with_what_if
 
     return with_what_if(question, planned)
 

@@ -44,7 +44,7 @@ def print_what_if(found: "PlanReport") -> None:
             gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
             rows.append((row.change, f"{row.step_s:.3g}", f"{row.tokens_per_s:.4g}", gain))
     print_columns(rows)
-    print("gain: of tokens a second. A second box is not among them, because a job runs on one box")
+    print("gain: of tokens a second")
 
 
 def print_comparison(own: "PlanReport", compared: "Comparison") -> None:

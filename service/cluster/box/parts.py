@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.planner.stages import StagesPlan
 from windlass.service.cluster.box.transfers import Takings, forget_taken, taken_content
 from windlass.service.data import deletion
 from windlass.service.installation import Settings, about, link_host_of, node_of
-from windlass.service.jobs import stages_digest, stages_of
+from windlass.service.jobs import keep_stages, stages_digest, stages_of
 from windlass.service.machine.fleet import LinkPortError, PartOrder, PartReport, model_name, reserve_link_port
 from windlass.storage.sql import Database, JobPart
 from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
@@ -30,7 +31,7 @@ class Parts:
     name: str
     # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
     _ports: dict[tuple[str, int], socket.socket] = field(default_factory=dict)
-    _unknown: Collection[str] = ()  # the jobs of whose division the head does not know
+    _unlike: Collection[str] = ()  # the jobs of which the head has another division, or none
 
     def close(self) -> None:
         """Frees the ports."""
@@ -68,7 +69,11 @@ class Parts:
     def match(self, parts: Sequence[JobPart], orders: Mapping[str, PartOrder]) -> None:
         """Takes the parts that the head wants here, passes on what it wants of them, and removes all others."""
         known = {part.job_id: part for part in parts}
-        self._unknown = {job_id for job_id, order in orders.items() if order.plan is None}
+        self._unlike = {
+            job_id
+            for job_id, order in orders.items()
+            if job_id in known and order.plan != stages_digest(self.settings, job_id)
+        }
         for part in known.values():
             if part.job_id not in orders:
                 self._remove(part)
@@ -76,16 +81,19 @@ class Parts:
                 self._take(part, orders[part.job_id])
             elif self._is_of_another_plan(part, orders[part.job_id]):
                 self._copy_again(part)
+            elif orders[part.job_id].division is not None:
+                self._keep_division(part, orders[part.job_id])
         for job_id, order in orders.items():
             link = None if order.link is None else order.link.model_dump(mode="json")
             before = known.get(job_id)
-            told = None if before is None else (before.attempt, before.link, before.is_over)
+            told = None if before is None else (before.attempt, before.link, before.is_over, before.position)
             is_behind = before is not None and before.state == PartState.READY.value and before.served < order.ended
-            if told == (order.attempt, link, order.ends_at_once) and not is_behind:
+            if told == (order.attempt, link, order.ends_at_once, order.position) and not is_behind:
                 continue
             with self.database.write() as session:
                 rows = PartRepository(session)
                 rows.add(job_id, self._node, position=order.position, state=PartState.COPYING)
+                rows.place(job_id, self._node, order.position)
                 rows.want(job_id, self._node, attempt=order.attempt, link=link, is_over=order.ends_at_once)
                 rows.give_up(job_id, self._node, order.ended)
 
@@ -104,8 +112,8 @@ class Parts:
         return port
 
     def _division_of(self, part: JobPart) -> dict[str, Any] | None:
-        """Returns the plan of a part with states, if the head has none."""
-        plan = stages_of(self.settings, part.job_id) if part.served and part.job_id in self._unknown else None
+        """Returns the plan of a part with states, if the head has another one."""
+        plan = stages_of(self.settings, part.job_id) if part.served and part.job_id in self._unlike else None
         return None if plan is None else plan.to_json()
 
     def _is_of_another_plan(self, part: JobPart, order: PartOrder) -> bool:
@@ -114,6 +122,16 @@ class Parts:
             return False
         return stages_digest(self.settings, part.job_id) != order.plan
 
+    def _keep_division(self, part: JobPart, order: PartOrder) -> None:
+        """Stores the division to which the job's states have been moved."""
+        before = stages_of(self.settings, part.job_id)
+        try:
+            after = StagesPlan.from_json(order.division or {})
+            if before is None or before.layout_epoch < after.layout_epoch:
+                keep_stages(self.settings, part.job_id, after)
+        except (OSError, ValueError) as error:
+            _LOG.warning("its new division cannot be stored: %s", error, extra=about(part.job_id))
+
     def _copy_again(self, part: JobPart) -> None:
         """Copies the files of a part again. Those that have not changed are there."""
         with self.database.write() as session:
@@ -121,11 +139,11 @@ class Parts:
         _LOG.info("planned anew; its files are copied again", extra=about(part.job_id))
 
     def _take(self, part: JobPart, order: PartOrder) -> None:
-        row = self.takings.take(part.job_id)
+        row = self.takings.take(part.job_id, has_begun=order.gets_blocks)
         if row is None or not self.takings.end(part.job_id):
             return
         state, told = PartState.READY, None
-        if row["attempt"] != 0:
+        if row["attempt"] != 0 and not order.gets_blocks:
             state, told = PartState.LOST, f"box {self.name} has lost its part of the states"
         elif order.plan is not None and stages_digest(self.settings, part.job_id) != order.plan:
             return  # planned anew while its files were copied

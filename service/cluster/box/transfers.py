@@ -67,12 +67,15 @@ class Takings:
         self._transfers: dict[str, _Transfer] = {}
         taken_dir(settings.home).mkdir(mode=0o700, exist_ok=True)
 
-    def take(self, job_id: str) -> dict[str, Any] | None:
-        """Goes on with fetching a job's files. Returns its row once all are here. Raises BoxRemoved."""
+    def take(self, job_id: str, *, has_begun: bool = False) -> dict[str, Any] | None:
+        """Goes on with fetching a job's files. Returns its row once all are here. Raises BoxRemoved.
+
+        `has_begun`: also of a job that has begun elsewhere, whose states come later. Else only its row is fetched.
+        """
         transfer = _transfer_of(self._transfers, job_id, "its files are to be copied")
         if transfer.task is None:
             if time.monotonic() >= transfer.retry_at:
-                transfer.task = self._executor.submit(self._fetch, job_id, transfer)
+                transfer.task = self._executor.submit(self._fetch, job_id, transfer, has_begun)
             return None
         if not transfer.task.done():
             return None
@@ -131,13 +134,13 @@ class Takings:
             transfer.cancel.cancel()
         self._executor.shutdown(cancel_futures=True)
 
-    def _fetch(self, job_id: str, transfer: _Transfer) -> dict[str, Any]:
+    def _fetch(self, job_id: str, transfer: _Transfer, has_begun: bool) -> dict[str, Any]:
         while isinstance(content := self._link.job(job_id), ContentPending):
             percent = 100 * content.done_nbytes // max(content.total_nbytes, 1)
             transfer.text = f"its files are being read on the head: {percent} %"
             transfer.cancel.check()
             time.sleep(_PENDING_S)
-        if content.row["attempt"] != 0:  # its states are elsewhere, or lost
+        if content.row["attempt"] != 0 and not has_begun:  # its states are elsewhere, or lost
             return content.row
         write_atomically(taken_file(self._settings.home, job_id), content.model_dump_json())
         in_use = _in_use(self._settings, but=job_id)

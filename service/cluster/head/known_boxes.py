@@ -1,6 +1,6 @@
 """Tells commands what a head's database has of its boxes, also while no service runs."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
@@ -24,12 +24,14 @@ def slowest_rate(settings: Settings) -> float | None:
 
 def hardware_of_boxes(settings: Settings) -> dict[str, Hardware]:
     """Returns the measured profiles of the boxes that have joined, by name; empty: nothing can be read."""
-    found = {}
     try:
         with closing(Database(settings.database_url)) as database, database.read() as session:
-            for box in BoxRepository(session).all(node_of(settings.home)):
-                if (hardware := BoxFacts.model_validate(box.facts).hardware) is not None:
-                    found[box.name] = Hardware.model_validate(hardware)
-    except (SQLAlchemyError, ValidationError):  # such as a database that was not migrated yet
+            facts = {box.name: box.facts for box in BoxRepository(session).all(node_of(settings.home))}
+    except SQLAlchemyError:  # such as a database that was not migrated yet
         return {}
+    found = {}
+    for name, told in facts.items():
+        with suppress(ValidationError):  # of another release
+            if (hardware := BoxFacts.model_validate(told).hardware) is not None:
+                found[name] = Hardware.model_validate(hardware)
     return found

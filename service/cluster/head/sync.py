@@ -17,7 +17,7 @@ from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
-from windlass.service.jobs import keep_stages, stages_digest
+from windlass.service.jobs import keep_stages, stages_digest, stages_of
 from windlass.service.machine.fleet import (
     InstructionMessage,
     PartOrder,
@@ -138,17 +138,21 @@ class _Syncing:
         parts, orders = PartRepository(session), dict[str, PartOrder]()
         for job_id, told in news.parts.items():
             before, job = parts.find(job_id, box.node), JobRepository(session).find(job_id)
+            if before is not None and before.state == PartState.LEAVING.value:
+                continue
             is_its = job is not None and job.status in ACTIVE_STATUSES and job.windlass.get("boxes") is not None
             if before is None and is_its and told.served:  # this database was restored from an older backup
                 parts.add(job_id, box.node, position=told.position, state=told.state)
-            elif before is not None and is_its and told.told not in (None, before.told) and told.state in _WORKING:
-                message = f"Box {box.name}: {told.told}"
-                EventRepository(session).add(job_id, attempt=told.served, message=message, level="warn")
             state, why = self._state_of(box, job_id, told) if is_its else (told.state, told.told)
+            is_told = told.state in _WORKING and state is not PartState.COPYING
+            if before is not None and is_its and why not in (None, before.told) and is_told:
+                message = f"Box {box.name}: {why}"
+                EventRepository(session).add(job_id, attempt=told.served, message=message, level="warn")
             parts.tell(job_id, box.node, state=state, served=told.served, told=why, port=told.port)
         for part in parts.on(box.node):
             job = JobRepository(session).find(part.job_id)
-            if job is not None and job.status in ACTIVE_STATUSES:
+            is_active = job is not None and job.status in ACTIVE_STATUSES
+            if job is not None and is_active and part.state != PartState.LEAVING.value:
                 runs = job.status in (JobStatus.RUNNING, JobStatus.PAUSING) and job.attempt == part.attempt
                 is_reserved = job.status is JobStatus.QUEUED and part.link is None and part.attempt > job.attempt
                 attempt, link = (part.attempt, part.link) if runs or is_reserved else (0, None)
@@ -161,12 +165,37 @@ class _Syncing:
                         "ends_at_once": not runs and _never_began(job, part),
                         "link": link,
                         "plan": stages_digest(self.settings, part.job_id),
+                        "division": self._newer_division(part.job_id, news.parts.get(part.job_id)),
+                        "gets_blocks": part.state == PartState.COPYING.value and self._gets_blocks(box, part.job_id),
                     }
                 )
             elif part.job_id not in news.parts:
                 parts.remove(part.job_id, box.node)
-                after.ended_jobs.append(part.job_id)
-        return orders
+                if not is_active:
+                    after.ended_jobs.append(part.job_id)
+        return orders | self._unknown_parts(session, news)
+
+    @staticmethod
+    def _unknown_parts(session: Session, news: SyncRequest) -> dict[str, PartOrder]:
+        """Returns orders to keep the parts of jobs that this database has never had.
+
+        It was restored from a backup that is older than these jobs, and a newer one may follow.
+        """
+        jobs, deletions = JobRepository(session), DeletionRepository(session)
+        unknown = [each for each in news.parts if jobs.find(each) is None and deletions.deleted_job(each) is None]
+        return {each: PartOrder(position=news.parts[each].position, ended=news.parts[each].served) for each in unknown}
+
+    def _newer_division(self, job_id: str, told: PartReport | None) -> dict[str, Any] | None:
+        """Returns the division of a job, if a box has told of an earlier one."""
+        if told is None or told.division is None or (here := stages_of(self.settings, job_id)) is None:
+            return None
+        before = _division_of(told)
+        return here.to_json() if before is not None and before.layout_epoch < here.layout_epoch else None
+
+    def _gets_blocks(self, box: Box, job_id: str) -> bool:
+        """Returns whether a box has no blocks of a job yet."""
+        here = stages_of(self.settings, job_id)
+        return here is not None and box.name not in {stage.box for stage in here.stages}
 
     def _state_of(self, box: Box, job_id: str, told: PartReport) -> tuple[PartState, str | None]:
         """Returns the state of a box's part, and the words about it. A part of another division cannot be used."""
@@ -179,7 +208,14 @@ class _Syncing:
             here = stages_digest(self.settings, job_id)
         if here is None or told.plan == here or told.state not in _WORKING:
             return told.state, told.told
+        if "plan" not in told.model_fields_set:  # a box of the version before; no attempt begins before it is upgraded
+            return told.state, told.told
         if told.served:
+            before, now = _division_of(told), stages_of(self.settings, job_id)
+            if told.division is None:
+                return PartState.COPYING, told.told  # it tells its division with the next call
+            if before is not None and now is not None and before.layout_epoch < now.layout_epoch:
+                return PartState.COPYING, "its new division is sent"  # it has moved since
             return PartState.LOST, f"box {box.name} has a part of another division of the job"
         return PartState.COPYING, told.told  # it was planned anew since
 
@@ -239,6 +275,13 @@ class _Syncing:
 
     def _has_model(self, name: str) -> bool:
         return (self.settings.fine_tuned_dir / name / "config.json").is_file()
+
+
+def _division_of(told: PartReport) -> StagesPlan | None:
+    try:
+        return None if told.division is None else StagesPlan.from_json(told.division)
+    except ValueError:
+        return None
 
 
 def _never_began(job: Job, part: JobPart) -> bool:

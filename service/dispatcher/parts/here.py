@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from windlass.actors.job import last_error
 from windlass.service.data import remove_arenas
 from windlass.service.dispatcher import AttemptWatch, Runners, have_exited
-from windlass.service.dispatcher.parts.links import link_config
+from windlass.service.dispatcher.parts.links import link_config, move_of
 from windlass.service.installation import Settings, about
 from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, stages_of
 from windlass.service.machine.fleet import JobContent, PartLink, taken_file
@@ -79,11 +79,15 @@ class PartsHere:
         job_id = JobId(part.job_id)
         try:
             job = self._job_of(part)
-            stages = stages_of(self.settings, job_id)
-            if stages is None:
+            link, stages = PartLink.model_validate(part.link), stages_of(self.settings, job_id)
+            if link.move is not None:
+                move = move_of(self.settings, self.resources, job, link.move)
+                self.runners.start_move(move, link_config(self.settings, link, move.box))
+            elif stages is None:
                 raise ValueError("its plan over the boxes cannot be read")
-            spec = build_stage_spec(self.settings, self.resources, job, stages, part.position)
-            self.runners.start_part(spec, link_config(self.settings, PartLink.model_validate(part.link), part.position))
+            else:
+                spec = build_stage_spec(self.settings, self.resources, job, stages, part.position)
+                self.runners.start_part(spec, link_config(self.settings, link, part.position))
         except Exception as error:  # noqa: BLE001  # any error here is this part's error
             _LOG.exception("its part could not be started", extra=about(job_id, part.attempt))
             self._tell(part, PartState.RUNNING, served=part.attempt, told=str(error) or repr(error))

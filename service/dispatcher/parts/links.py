@@ -4,11 +4,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from windlass.actors.runtime.boxes import LinkConfig
+from windlass.actors.runtime.moving import MoveSpec
+from windlass.planner.stages import StagesPlan
 from windlass.service.installation import Settings, link_host_of
-from windlass.service.machine.fleet import PartLink, link_files
+from windlass.service.jobs import MachineResources, build_move_spec
+from windlass.service.machine.fleet import PartLink, PartMove, link_files
 from windlass.service.validation import ReportedError
 from windlass.storage.ids import BoxName
 from windlass.storage.link import SECRET_NBYTES, LinkSettings
+from windlass.storage.sql import Job
 
 # Seconds for all boxes to hear of an attempt, to start its processes, and to connect.
 _CONNECT_S = 180.0
@@ -21,6 +25,24 @@ def new_links(addresses: Mapping[BoxName, tuple[str, int]]) -> Sequence[PartLink
     """
     secret, named = secrets.token_hex(SECRET_NBYTES), {str(name): address for name, address in addresses.items()}
     return [PartLink(names=tuple(named), port=port, addresses=named, secret=secret) for _, port in named.values()]
+
+
+def with_move(
+    links: Sequence[PartLink], before: StagesPlan, after: StagesPlan, boxes: Sequence[str]
+) -> Sequence[PartLink]:
+    """Returns what each box is told for an attempt that moves the states from one division to another.
+
+    `boxes`: the names of all boxes of both divisions, in the order of `links`.
+    """
+    plans = before.to_json(), after.to_json()
+    moves = [PartMove(before=plans[0], after=plans[1], boxes=tuple(boxes), box=box) for box in range(len(links))]
+    return [link.model_copy(update={"move": move}) for link, move in zip(links, moves, strict=True)]
+
+
+def move_of(settings: Settings, resources: MachineResources, job: Job, move: PartMove) -> MoveSpec:
+    """Returns one box's part in the attempt in the job's row, which is a move. Raises as `build_move_spec`."""
+    plans = StagesPlan.from_json(move.before), StagesPlan.from_json(move.after)
+    return build_move_spec(settings, resources, job, plans, move.boxes, move.box)
 
 
 def link_config(settings: Settings, link: PartLink, position: int) -> LinkConfig:

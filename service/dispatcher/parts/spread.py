@@ -7,14 +7,14 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sqlalchemy.orm import Session
 
 from windlass.planner.stages import StagesPlan
 from windlass.service.dispatcher import AskStages, Runners, fail_job
-from windlass.service.dispatcher.parts.links import link_config, new_links
+from windlass.service.dispatcher.parts.links import link_config, move_of, new_links, with_move
 from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity
 from windlass.service.installation import Settings, about, link_host_of, node_of
 from windlass.service.jobs import (
@@ -22,8 +22,12 @@ from windlass.service.jobs import (
     MachineResources,
     build_stage_spec,
     fields_of_stages,
+    forget_next_stages,
+    is_moved,
     job_dir,
+    keep_next_stages,
     keep_stages,
+    next_stages_of,
     stages_of,
     stages_of_answer,
     stages_request,
@@ -37,9 +41,9 @@ from windlass.service.machine.fleet import (
     reserve_link_port,
 )
 from windlass.service.preparation import PLAN_STAGES, Preparation, PreparationError
-from windlass.service.validation import ReportedError
+from windlass.service.validation import ReportedError, count_text
 from windlass.storage.ids import BoxName
-from windlass.storage.sql import Database, Job, JobPart
+from windlass.storage.sql import Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
     HEAD_ID,
     BoxRepository,
@@ -135,12 +139,18 @@ class SpreadJobs:
         some = f"{len(boxes) + 1} of " if len(names) > len(boxes) + 1 else ""
         return f"its plan over {some}the boxes {', '.join(names)} is being made"
 
-    def _begin(self, job: Job, number: int, boxes: Sequence[JoinedBox]) -> _Planning:
-        """Asks for a plan over the head's own box and so many of others. Raises OSError or ValueError."""
+    def _begin(
+        self, job: Job, number: int, boxes: Sequence[JoinedBox], *, before: StagesPlan | None = None
+    ) -> _Planning:
+        """Asks for a plan over the head's own box and so many of others. Raises OSError or ValueError.
+
+        `before`: the job's division so far.
+        """
         here = BoxKind.of_home(self.settings, self.resources, measured_hardware(self.settings))
         named = [(HEAD_NAME, here, self.look().states_nbytes())]
         named += [(box.name, box.kind, box.capacity.states_nbytes()) for box in boxes]
-        request = stages_request(self.settings, job, named, 1 + number, self._network_bytes_per_s(boxes))
+        rate = self._network_bytes_per_s(boxes)
+        request = stages_request(self.settings, job, named, 1 + number, rate, before)
         work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
         return _Planning(job.id, boxes, work_dir, self.ask(work_dir, request))
 
@@ -172,13 +182,116 @@ class SpreadJobs:
                 if position:
                     parts.add(job.id, by_name[stage.box].node, position=position, state=PartState.COPYING)
             JobRepository(session).set_fields(job.id, seen=job, **fields_of_stages(job, plan))
-            told = "; ".join(
-                f"box {stage.box}: blocks {stage.first_block} to {stage.stop_block - 1}" for stage in plan.stages
-            )
             for note in plan.notes:
                 EventRepository(session).add(job.id, attempt=0, message=note, level="warn")
-            EventRepository(session).add(job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {told}")
+            EventRepository(session).add(
+                job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {_told(plan)}"
+            )
         _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
+
+    # --- another division ---------------------------------------------------------------------------------------------
+
+    def redivide(
+        self, job: Job, parts: Sequence[JobPart], wanted: int | Sequence[str], pool: Sequence[JoinedBox] | str
+    ) -> str | None:
+        """Goes on with a new division of a job that asks for other boxes than it has, until all have a part.
+
+        `wanted`: the number of boxes, or their names. `pool`: the other boxes of which the plan may choose, or why
+        there are none. Returns why the job waits: "" if it was paused, None if the next attempt may begin. That moves
+        the states if `next_stages_of` has a division.
+        """
+        before, after = stages_of(self.settings, job.id), next_stages_of(self.settings, job.id)
+        if before is None or len(parts) < len(before.stages) - 1:
+            return None  # see `adopt`
+        if after is not None and (_is_over(after, wanted) or is_moved(self.settings, job.id, after)):
+            return self._give_next(job, parts, after)
+        if after is not None:
+            self._give_up(job, before)
+            return "its new division is given up; the states are where they were"
+        if _is_over(before, wanted):
+            return None
+        if isinstance(pool, str):
+            return pool
+        if isinstance(wanted, int):
+            pool = [box for box in pool if box.resources.why_too_many(before.num_ranks) is None]
+            if len(pool) < wanted - 1:
+                gpus = count_text(before.num_ranks, "GPU")
+                return f"it asks for {wanted} boxes with {gpus} each, and {len(pool) + 1} are open to it"
+        planning = self._planning
+        if planning is not None and planning.job_id != job.id:
+            return "its new plan over several boxes is made after that of another job"
+        number = wanted if isinstance(wanted, int) else len(wanted)
+        try:
+            if planning is None:
+                planning = self._planning = self._begin(job, number - 1, pool, before=before)
+            elif (plan := self._poll(planning)) is not None:
+                self.drop(keep=())
+                self._keep_next(job, before, plan)
+        except (PreparationError, OSError, ValueError) as error:
+            self.drop(keep=())
+            why = error.message if isinstance(error, PreparationError) else str(error)
+            self._refuse(job, before, why)
+            return ""
+        names = ", ".join([HEAD_NAME, *(box.name for box in planning.boxes)])
+        return f"its new plan over {number} of the boxes {names} is being made"
+
+    def _keep_next(self, job: Job, before: StagesPlan, plan: StagesPlan) -> None:
+        """Stores a new division. The old one stays in force. Raises ValueError if the bits would not be the same."""
+        fields_of_stages(job, plan)
+        if (plan.num_ranks, plan.update_order) != (before.num_ranks, before.update_order):
+            raise ValueError("the new plan is for another number of GPUs, or another order of updates")
+        with self.database.write() as session:
+            JobRepository(session).check_held(job)
+            for note in plan.notes:
+                EventRepository(session).add(job.id, attempt=job.attempt, message=note, level="warn")
+            message = f"To be divided anew over {len(plan.stages)} boxes: {_told(plan)}"
+            EventRepository(session).add(job.id, attempt=job.attempt, message=message)
+        keep_next_stages(self.settings, job.id, replace(plan, layout_epoch=before.layout_epoch + 1))
+        _LOG.info("to be divided anew over %d boxes", len(plan.stages), extra=about(job.id))
+
+    def _give_next(self, job: Job, parts: Sequence[JobPart], after: StagesPlan) -> str | None:
+        """Gives a part to each box of a new division that has none. Returns why the job waits, None if all have one."""
+        with self.database.read() as session:
+            by_name = {box.name: box for box in BoxRepository(session).all(node_of(self.settings.home))}
+        held, last = {part.node for part in parts}, max(part.position for part in parts)
+        for name in [stage.box for stage in after.stages[1:]]:
+            if (box := by_name.get(name)) is None:
+                return f"box {name}, which is to get a part of it, has left; resume it with other --boxes"
+            if box.node in held:
+                continue
+            with self.database.write() as session:
+                if PartRepository(session).find(job.id, box.node) is not None:
+                    return f"box {name} is still removing the part of it that it had"
+                PartRepository(session).add(job.id, box.node, position=last + 1, state=PartState.COPYING)
+            return f"its files are to be copied to box {name}"
+        return None
+
+    def _give_up(self, job: Job, before: StagesPlan) -> None:
+        """Gives up a division to which the states have not been moved. Boxes that would have got some leave."""
+        names = {stage.box for stage in before.stages}
+        with self.database.write() as session:
+            parts, boxes = PartRepository(session), BoxRepository(session)
+            for part in parts.of_job(job.id):
+                if (box := boxes.by_node(part.node)) is not None and box.name not in names:
+                    parts.place(job.id, part.node, None)
+            message = "The new division is given up; the states are where they were"
+            EventRepository(session).add(job.id, attempt=job.attempt, message=message)
+        forget_next_stages(self.settings, job.id)
+
+    def _refuse(self, job: Job, before: StagesPlan, why: str) -> None:
+        """Pauses a job that cannot be divided over the boxes that it asks for. It has its boxes from then on."""
+        names = [stage.box for stage in before.stages]
+        message = f"Paused, because it cannot be moved to these boxes: {why}. It stays on {', '.join(names)}; resume it"
+        with self.database.write() as session:
+            JobRepository(session).transition(
+                job.id,
+                JobStatus.QUEUED,
+                JobStatus.PAUSED,
+                message=message,
+                level="error",
+                seen=job,
+                windlass={**job.windlass, "boxes": names},
+            )
 
     def adopt(self, job: Job, parts: Sequence[JobPart]) -> str | None:
         """Lets a divided job's row say what its plan says, as it does unless this home was restored from a backup.
@@ -219,7 +332,11 @@ class SpreadJobs:
             if host is None or part.port is None:
                 raise ReportedError(f"box {box.name} has not told its address for other boxes")
             addresses[link_name(box.name, box.id)] = (host, part.port)
-        return new_links(addresses)
+        links, before = new_links(addresses), stages_of(self.settings, job.id)
+        after = next_stages_of(self.settings, job.id)
+        if before is None or after is None:
+            return links
+        return with_move(links, before, after, [HEAD_NAME, *(by_node[part.node].name for part in parts)])
 
     def reserve(self, job: Job, parts: Sequence[JobPart], *, is_wanted: bool) -> None:
         """Lets the other boxes begin no jobs of their own, and end attempts at a commit, for a job that will begin."""
@@ -240,6 +357,10 @@ class SpreadJobs:
 
     def start(self, job: Job, links: Sequence[PartLink]) -> None:
         """Launches the first box's part of the attempt in the job's row. Raises as `Runners.start`."""
+        if (told := links[0].move) is not None:
+            move = move_of(self.settings, self.resources, job, told)
+            self.runners.start_move(move, link_config(self.settings, links[0], 0))
+            return
         plan = stages_of(self.settings, job.id)
         if plan is None:
             raise ValueError("the job's plan over its boxes cannot be read")
@@ -255,3 +376,13 @@ class SpreadJobs:
     def _free_port(self, job_id: str) -> None:
         if (kept := self._ports.pop(job_id, None)) is not None:
             kept.close()
+
+
+def _is_over(plan: StagesPlan, wanted: int | Sequence[str]) -> bool:
+    """Returns whether a division is over the boxes that a job asks for."""
+    names = {stage.box for stage in plan.stages}
+    return len(names) == wanted if isinstance(wanted, int) else names == set(wanted)
+
+
+def _told(plan: StagesPlan) -> str:
+    return "; ".join(f"box {stage.box}: blocks {stage.first_block} to {stage.stop_block - 1}" for stage in plan.stages)

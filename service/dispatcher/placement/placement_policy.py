@@ -96,6 +96,13 @@ class Placement:
     by_pausing: bool = False  # a job over several boxes begins on all of them once other jobs have paused for it
     elsewhere: Mapping[str, Decision] = field(default_factory=dict)  # on the other open boxes of its options
 
+    @property
+    def reserves(self) -> bool:
+        """True if the boxes of a job over several begin nothing else: it begins, or can pause what is in its way."""
+        if not self.by_pausing:
+            return self.decision.begins
+        return not any(each.will_pause for each in (self.decision, *self.elsewhere.values()))
+
 
 def place(boxes: Sequence[BoxState], queued: Sequence[Candidate]) -> Sequence[Placement]:
     """Decides about each queued job, in the order of the queue. Equal choices go to the first of `boxes`."""

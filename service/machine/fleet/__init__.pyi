@@ -44,6 +44,7 @@ from windlass.service.machine.fleet.messages import MOST_JOBS as MOST_JOBS
 from windlass.service.machine.fleet.messages import CapacityReport as CapacityReport
 from windlass.service.machine.fleet.messages import InstructionMessage as InstructionMessage
 from windlass.service.machine.fleet.messages import PartLink as PartLink
+from windlass.service.machine.fleet.messages import PartMove as PartMove
 from windlass.service.machine.fleet.messages import PartOrder as PartOrder
 from windlass.service.machine.fleet.messages import PartReport as PartReport
 from windlass.service.machine.fleet.messages import ProbeAnswer as ProbeAnswer

@@ -65,6 +65,15 @@ class CapacityReport(_Message):
     ssds: tuple[SsdSpaceReport, ...] = ()
 
 
+class PartMove(_Message):
+    """A move of a job's states to a new division, as one box is told of it."""
+
+    before: dict[str, Any]  # the plan of the division that the states have
+    after: dict[str, Any]
+    boxes: tuple[str, ...]  # the names of all boxes of both, the head's first
+    box: int = Field(ge=0)  # the index of this one
+
+
 class PartLink(_Message):
     """The way by which a box reaches the other boxes of a job in one attempt."""
 
@@ -72,6 +81,7 @@ class PartLink(_Message):
     port: int = Field(ge=0, le=65535)  # at which this box listens
     addresses: dict[str, tuple[str, int]]  # host and port of each box
     secret: str = Field(repr=False)  # of the attempt, in hex
+    move: PartMove | None = None  # which is all that the attempt does; None: it trains
 
 
 class PartOrder(_Message):
@@ -85,6 +95,8 @@ class PartOrder(_Message):
     # Of that attempt. None: it has not begun, and the box begins no other job before it.
     link: PartLink | None = None
     plan: str | None = None  # the SHA-256 of the job's plan over its boxes; None: the head has none
+    division: dict[str, Any] | None = None  # that plan, if the box has told that it has an earlier division
+    gets_blocks: bool = False  # the box has no blocks yet, so its part cannot have lost states
 
 
 class PartReport(_Message):
@@ -96,7 +108,7 @@ class PartReport(_Message):
     port: int | None = Field(default=None, ge=1, le=65535)  # at which it listens for the next attempt
     told: str | None = None  # how far it is, or why it cannot, in words for users
     plan: str | None = None  # the SHA-256 of the job's plan over its boxes, as this box has it; None: not yet
-    # That plan, if the head has none: its database was restored from a backup that is older than the division.
+    # That plan, if the head has another one or none: blocks have moved since, or the head was restored from a backup.
     division: dict[str, Any] | None = None
 
 

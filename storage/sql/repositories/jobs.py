@@ -263,16 +263,27 @@ class JobRepository:
         message = "Pausing: the runner ends its attempt after its step"
         return self.transition(job_id, job.status, JobStatus.PAUSING, message=message)
 
-    def request_resume(self, job_id: str, *, gpus: int | str | None = None) -> Job:
+    def request_resume(
+        self, job_id: str, *, gpus: int | str | None = None, boxes: int | list[str] | None = None
+    ) -> Job:
         """Resumes a paused job, which is prepared first if it was not. For a pausing job, withdraws the pause.
 
-        `gpus`: the job's number of GPUs from now on; "auto": its plan chooses; None: as before.
+        `gpus`: the job's number of GPUs from now on; "auto": its plan chooses; None: as before. `boxes`: those of a job
+        over several boxes from now on, their number or their names; None: as before.
 
         Raises IllegalTransition if the job is finished. Raises StatusConflict if it is neither paused nor pausing, or
-        its cancellation was requested. A job that is still pausing cannot change its GPUs.
+        its cancellation was requested. A job that is still pausing cannot change its GPUs or boxes.
         """
         job = self.get(job_id)
-        changes = gpus is not None and gpus != job.windlass.get("gpus", 1)
+        windlass, with_what = dict(job.windlass), list[str]()
+        if gpus is not None and gpus != job.windlass.get("gpus", 1):
+            words = {1: "one GPU", "auto": "the number of GPUs that its plan chooses"}
+            windlass["gpus"] = gpus
+            with_what.append(f"with {words.get(gpus, f'{gpus} GPUs')}")
+        if boxes is not None and boxes != job.windlass.get("boxes"):
+            windlass["boxes"] = boxes
+            with_what.append(f"over {boxes} boxes" if isinstance(boxes, int) else f"over the boxes {', '.join(boxes)}")
+        changes = bool(with_what)
         if job.status in TERMINAL_STATUSES:
             raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)
         if job.status is JobStatus.PAUSING:
@@ -284,9 +295,7 @@ class JobRepository:
             raise StatusConflict(job_id, JobStatus.PAUSED, job.status)
         if not changes:
             return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
-        windlass = {**job.windlass, "gpus": gpus}
-        words = {1: "one GPU", "auto": "the number of GPUs that its plan chooses"}
-        message = f"Resumed with {words.get(gpus, f'{gpus} GPUs')}"
+        message = f"Resumed {' '.join(with_what)}"
         return self.transition(job_id, job.status, target, message=message, num_lost=0, windlass=windlass)
 
     def transition(

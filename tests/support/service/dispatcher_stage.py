@@ -17,6 +17,7 @@ from windlass.actors.job.journal import Journal
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.lifecycle.attempt_lock import begin_attempt
 from windlass.actors.runtime.boxes.box_link import LinkConfig
+from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.plan import Placement
@@ -82,6 +83,7 @@ class StandInRunners:
     alive: set[tuple[str, int]] = field(default_factory=set)
     started: list[JobSpec] = field(default_factory=list)
     links: list[LinkConfig] = field(default_factory=list)  # of the parts that were started
+    moves: list[MoveSpec] = field(default_factory=list)
     cancelled: list[tuple[str, int]] = field(default_factory=list)
     paused: list[tuple[str, int]] = field(default_factory=list)
     refusal: Exception | None = None
@@ -100,6 +102,10 @@ class StandInRunners:
     def start_part(self, spec: JobSpec, config: LinkConfig) -> None:
         self.start(spec)
         self.links.append(config)
+
+    def start_move(self, move: MoveSpec, config: LinkConfig) -> None:
+        self.start_part(move.any, config)
+        self.moves.append(move)
 
     def is_alive(self, job: JobId, attempt: Attempt) -> bool:
         if job == self.broken_for:

@@ -168,7 +168,14 @@ class MirrorRepository:
         return execute_change(self._session, update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
 
     def request(
-        self, kind: Instruction, job_id: str, *, here: str, only_of: str | None = None, gpus: int | str | None = None
+        self,
+        kind: Instruction,
+        job_id: str,
+        *,
+        here: str,
+        only_of: str | None = None,
+        gpus: int | str | None = None,
+        boxes: int | list[str] | None = None,
     ) -> Job:
         """Cancels, pauses or resumes a job, wherever it is worked on. Returns its row.
 
@@ -189,7 +196,7 @@ class MirrorRepository:
         elif kind is Instruction.PAUSE:
             job = jobs.request_pause(job_id)
         else:
-            job = jobs.request_resume(job_id, gpus=gpus)
+            job = jobs.request_resume(job_id, gpus=gpus, boxes=boxes)
         if is_elsewhere:
             assert box is not None
             self._boxes.instruct(box.id, job_id, kind, {} if gpus is None else {"gpus": gpus})

@@ -22,6 +22,10 @@ class PartState(StrEnum):
     READY = "ready"  # none of its processes runs
     RUNNING = "running"  # an attempt's processes run, or may still run
     LOST = "lost"  # the box has lost the states that it had
+    LEAVING = "leaving"  # the head's only: the job has no blocks there any more, and the box is to remove its part
+
+
+_STAYS = JobPart.state != PartState.LEAVING.value
 
 
 class PartRepository:
@@ -31,14 +35,14 @@ class PartRepository:
         self._session = session
 
     def by_job(self, job_ids: Collection[str] | None = None) -> dict[str, list[JobPart]]:
-        """Returns the parts of these jobs, each job's by position. None: of all jobs."""
-        query = select(JobPart).order_by(JobPart.job_id, JobPart.position)
+        """Returns the parts of these jobs, each job's by position, without those that leave. None: of all jobs."""
+        query = select(JobPart).where(_STAYS).order_by(JobPart.job_id, JobPart.position)
         parts = self._session.scalars(query if job_ids is None else query.where(JobPart.job_id.in_(job_ids))).all()
         return {job_id: list(each) for job_id, each in groupby(parts, key=lambda part: part.job_id)}
 
     def of_job(self, job_id: str) -> Sequence[JobPart]:
-        """Lists the parts of a job by position."""
-        query = select(JobPart).where(JobPart.job_id == job_id).order_by(JobPart.position)
+        """Lists the parts of a job by position, without those that leave."""
+        query = select(JobPart).where(JobPart.job_id == job_id, _STAYS).order_by(JobPart.position)
         return self._session.scalars(query.execution_options(populate_existing=True)).all()
 
     def on(self, node: str) -> Sequence[JobPart]:
@@ -83,6 +87,13 @@ class PartRepository:
     ) -> None:
         """Notes what a box tells of its part. Nothing changes if the part is gone."""
         self._change(job_id, node, state=state.value, served=served, told=told, port=port)
+
+    def place(self, job_id: str, node: str, position: int | None) -> None:
+        """Gives a box's part another position, if it has another one. None: the box is to remove it."""
+        if position is None:
+            self._change(job_id, node, state=PartState.LEAVING.value, attempt=0, link=None)
+        else:
+            self._change(job_id, node, JobPart.position != position, position=position)
 
     def copy_again(self, job_id: str, node: str) -> None:
         """Notes that a part that served no attempt lacks some of the job's files."""

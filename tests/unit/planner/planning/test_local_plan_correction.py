@@ -28,7 +28,7 @@ from windlass.actors.scheduler.scheduler import PAUSED
 from windlass.actors.timeline.span_files import FOLDER
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
-from windlass.planner.planning.worker import plan_job
+from windlass.planner.planning.job_planning import plan_job
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest, ReplanRequest
 from windlass.storage.ids import ActorName, Attempt

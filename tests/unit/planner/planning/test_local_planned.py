@@ -9,7 +9,7 @@ from tests.unit.planner.planning.test_local_plan_correction import by_plan, job,
 from windlass.actors.messages import GradOffloaded, Message
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.memory_plan.update_order import UpdateOrder
-from windlass.planner.planning.worker import plan_job
+from windlass.planner.planning.job_planning import plan_job
 from windlass.storage.ids import ActorName, BlockIndex, Precision
 
 # Bytes of the arena: so few that kept gradients spill to the SSDs in fp32, but not in bf16.

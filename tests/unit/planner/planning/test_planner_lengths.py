@@ -28,7 +28,7 @@ from windlass.planner.feasibility.remedies import _smaller
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning
-from windlass.planner.planning.worker import plan_job, question_of
+from windlass.planner.planning.job_planning import plan_job, question_of
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.exact_search import solve_exactly
 from windlass.planner.question.plan_request import PlanRequest
@@ -98,7 +98,8 @@ def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
 def test_blocks_are_measured_at_a_width_near_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, int]] = []
 
-    def note(_: object, profile: ModelProfile) -> None:
+    def note(_: object, profile: ModelProfile, num_microbatches: int) -> None:
+        assert num_microbatches == 2
         shapes.append((profile.num_examples, profile.num_tokens))
 
     monkeypatch.setattr(Profiles, "_times", note)

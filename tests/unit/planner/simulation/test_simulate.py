@@ -73,7 +73,7 @@ def test_steady_step_with_other_numbers_of_waiting_requests_goes_on(monkeypatch:
         def __init__(self, *_: object, **__: object) -> None:
             self._num_waiting = 6
 
-        def next_period_s(self) -> float:
+        def next_period_s(self, *, max_calls: int | None) -> float:
             self._num_waiting = max(4, self._num_waiting - 1)
             return next(periods_s)
 

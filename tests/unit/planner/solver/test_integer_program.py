@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -300,3 +302,20 @@ def test_solve_without_assignment_and_without_proof_is_an_error(monkeypatch: pyt
     monkeypatch.setattr(integer_program, "minimize_whole", lambda *_, **__: cut_short())
     with pytest.raises(SolverError, match="found no assignment in 3000 nodes"):
         solve(CHOICE)
+
+
+@pytest.mark.long
+def test_search_ends_for_a_program_after_which_highs_restarted_without_end() -> None:
+    """A plan for which HiGHS 1.16 did not end. In a process of its own, because no Python code can end HiGHS."""
+    machine = ("--hardware", "rtx4090:ram=128,ssds=3", "--batch-size", "16", "--seq-len", "1024", "--json")
+    command = [
+        sys.executable,
+        "-c",
+        "from windlass.service.cli import main; main()",
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        *machine,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr

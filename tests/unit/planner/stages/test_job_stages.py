@@ -15,7 +15,7 @@ from windlass.engine.model.layout import ModelLayout
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.worker import question_of
+from windlass.planner.planning.job_planning import question_of
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.stages import job_stages, worker
 from windlass.planner.stages.box_search import Choice, StagesError, best_of_choices

@@ -142,10 +142,12 @@ def test_pausing_and_resuming_say_what_becomes_of_the_job(
 ) -> None:
     answers = {"ftjob-1": "paused", "ftjob-2": "pausing"}
     monkeypatch.setattr(ServiceClient, "pause", lambda _client, job: {"status": answers[job]})
-    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job, *, gpus: {"status": "queued"})
+    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job, *, gpus, boxes: {"status": "queued"})
     pause("ftjob-1", home=tmp_path)
     pause("ftjob-2", home=tmp_path)
     resume("ftjob-1", home=tmp_path)
+    with pytest.raises(CommandError, match="--boxes: attic is one box; name all"):
+        resume("ftjob-1", boxes="attic", home=tmp_path)
     lines = ["job ftjob-1 is paused", "job ftjob-2 will pause after its step", "job ftjob-1 is queued"]
     assert capsys.readouterr().out.splitlines() == lines
 

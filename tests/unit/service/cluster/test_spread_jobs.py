@@ -1,12 +1,13 @@
 """A job over several boxes: a head and a box with real dispatchers and an agent, and stand-in runners."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, update
 
 from tests.support.service.boxes import make_capacity, make_facts
 from tests.support.service.cluster_stage import NAME, Cluster, add_box
@@ -18,8 +19,10 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
 from windlass.service.cluster.box.parts import discard_parts
+from windlass.service.dispatcher import dispatcher
 from windlass.service.jobs.stage_plans import keep_stages, stages_of
 from windlass.service.machine.fleet.content import taken_dir
+from windlass.service.machine.fleet.messages import SyncRequest
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database
@@ -651,3 +654,51 @@ def test_part_of_another_division_is_not_used(spread: Spread) -> None:
     spread.head.tick(2)
     reason = spread.head.job(job_id).waiting_reason or ""
     assert f"box {NAME} has a part of another division of the job; `windlass restart`" in reason
+
+
+def test_box_keeps_its_part_of_a_job_that_a_restored_head_does_not_know(spread: Spread) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready" and spread.head.status(job_id) is JobStatus.QUEUED)
+    with spread.head.database.write() as session:
+        PartRepository(session).remove(job_id)
+        session.execute(delete(Job).where(Job.id == job_id))
+    for _ in range(4):
+        spread.agent.tick()
+    part = spread.part(job_id, spread.box)
+    assert part is not None
+    assert part.attempt == 0
+    assert (spread.box.settings.jobs_dir / job_id).is_dir()
+
+
+def test_part_on_a_box_of_the_version_before_is_not_called_lost(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = spread.run()
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready" and spread.head.status(job_id) is JobStatus.QUEUED)
+    to_json = SyncRequest.model_dump_json
+
+    def without_plans(request: SyncRequest) -> str:
+        as_json = json.loads(to_json(request))
+        for told in as_json["parts"].values():
+            del told["plan"]
+            del told["division"]
+        return json.dumps(as_json)
+
+    monkeypatch.setattr(SyncRequest, "model_dump_json", without_plans)
+    for _ in range(3):
+        spread.agent.tick()
+    assert spread.state(job_id) in ("ready", "running")
+
+
+def test_box_is_not_reserved_while_the_head_has_no_room(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = spread.run()
+    spread.begin(job_id)
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.box.dispatcher._parts.hold is None)
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is not None)
+    spread.head.now += 60  # the pause between attempts is over
+    monkeypatch.setattr(dispatcher, "room_reason", lambda _: "the disk is full")
+    spread.go_on(lambda: spread.box.dispatcher._parts.hold is None)
+    assert spread.head.job(job_id).waiting_reason == "the disk is full"

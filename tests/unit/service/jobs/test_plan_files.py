@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
-from windlass.planner.planning.worker import question_of
+from windlass.planner.planning.job_planning import question_of
 from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds
 from windlass.planner.question.plan_request import PlanRequest
 from windlass.planner.question.report import PlanReport

@@ -18,8 +18,8 @@ from windlass.engine.training_config.training_config import FinalModel, Training
 from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.planning.job_planning import question_of
 from windlass.planner.planning.planner import best_plan
-from windlass.planner.planning.worker import question_of
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
@@ -147,7 +147,7 @@ JOB_SPEC = {
     "dataset_dir": "dataset_dir",
 }
 NOT_PLANNED_JOB_SPEC = {
-    **dict.fromkeys(["stages", "box", "layout_epoch"], "the service gives a job one box"),
+    **dict.fromkeys(["stages", "box", "box_names", "layout_epoch"], "the service gives a job one box"),
     **dict.fromkeys(
         (
             "job",

@@ -331,8 +331,8 @@ def test_the_modules_of_steps_may_be_forked_from(tmp_path: Path) -> None:
         for module in (
             "windlass.engine.checkpoint.check_model",
             "windlass.engine.data.tokenize",
-            "windlass.planner.planning.worker",
-            "windlass.planner.stages.worker",
+            "windlass.planner.answers.job_process",
+            "windlass.planner.answers.stages_process",
         ):
             command = (sys.executable, "-m", module, "--help")
             log_path = tmp_path / "log"

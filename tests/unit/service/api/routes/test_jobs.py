@@ -9,10 +9,15 @@ from sqlalchemy import update
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.boxes import add_box
+from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.memory_plan.update_order import UpdateOrder
+from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.service.api.routes import jobs as routes
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.spec_builder import job_dir
+from windlass.service.jobs.stage_plans import keep_stages
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
@@ -582,6 +587,50 @@ def test_job_over_several_boxes_names_them_and_keeps_its_number_of_gpus(client: 
     assert (error["param"], error["code"]) == ("windlass.gpus", "invalid_value")
     named = create(client, file_id, windlass={"boxes": ["attic", "head"]}).json()
     assert named["windlass"]["boxes"] == ["head", "attic"], "also before it is divided"
+
+
+def test_job_is_resumed_over_other_boxes_if_those_with_its_states_are_there(client: TestClient, file_id: str) -> None:
+    context = context_of(client)
+    add_box(context, "attic")
+    away = add_box(context, "cellar", seen_s_ago=3600)
+    alone, job_id = (create(client, file_id, windlass=each).json()["id"] for each in ({}, {"boxes": 2}))
+    stages = tuple(
+        StagePlan(
+            box=box,
+            first_block=first,
+            stop_block=stop,
+            placement=Placement(group_size=1),
+            num_optimizers=1,
+            peak_gib={},
+        )
+        for box, first, stop in (("head", 0, 2), (away.name, 2, 4))
+    )
+    (job_dir(context.settings, job_id) / "prepare").mkdir(parents=True)
+    plan = StagesPlan(num_ranks=1, num_microbatches=2, update_order=UpdateOrder.KEPT, step_s=None, stages=stages)
+    keep_stages(context.settings, job_id, plan)
+
+    def resume(job: str, boxes: Any) -> Any:
+        return client.post(f"{JOBS}/{job}/resume", json={"windlass": {"boxes": boxes}}).json()
+
+    assert "expected to be paused but is validating_files" in resume(job_id, ["head", "attic"])["error"]["message"]
+    for each in (alone, job_id):
+        client.post(f"{JOBS}/{each}/pause")
+    with context.database.write() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(attempt=1))
+    assert "the job is on one box, and stays there" in resume(alone, 2)["error"]["message"]
+    assert "there is no box 'attik'" in resume(job_id, ["head", "attik"])["error"]["message"]
+    assert "the head's own box must be among them" in resume(job_id, ["attic", "cellar"])["error"]["message"]
+    assert "the model has 2 layers, and each box needs one: give at most 2" in resume(job_id, 3)["error"]["message"]
+    error = resume(job_id, ["head", "attic"])["error"]
+    assert (error["param"], error["code"]) == ("windlass.boxes", "invalid_value")
+    told = "box cellar has the states of layer 2 and the head, which no other box has, and is away: start it again"
+    assert told in error["message"]
+    with context.database.write() as session:
+        BoxRepository(session).set(away.id, seen_at=time.time())
+    resumed = resume(job_id, ["head", "attic"])
+    assert resumed["windlass"]["settings"]["boxes"] == ["head", "attic"]
+    messages = [event["message"] for event in client.get(f"{JOBS}/{job_id}/events").json()["data"]]
+    assert "Resumed over the boxes head, attic" in messages
 
 
 def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:

@@ -24,7 +24,7 @@ from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
-from windlass.planner.planning import worker as plan_job
+from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
 from windlass.service.api.routes import plans

@@ -125,6 +125,8 @@ def test_box_that_does_not_call_ends_its_pair_only(measured: Measured, monkeypat
 
 
 def test_agent_that_restarts_meanwhile_ends_its_pair_only(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that a loaded machine does not take the new agent for a silent one.
+    monkeypatch.setattr(link_probe, "_SETTINGS", replace(link_probe._SETTINGS, silence_s=20))
     failed, is_leading = list[ProbeError](), threading.Event()
 
     def lead(side: link_probe._Side) -> NoReturn:

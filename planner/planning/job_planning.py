@@ -1,23 +1,18 @@
-"""Plans a job in a process of its own: `python -m windlass.planner.planning.worker --question FILE --result FILE`."""
+"""Plans a job as the service asks for it: a request in, a plan with its placement out."""
 
 import functools
-import json
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
-from windlass.engine.data import DatasetError, example_lengths
+from windlass.engine.data import example_lengths
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.planner import Planned, answer
-from windlass.planner.planning.process import answer_question, arguments_of
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
-from windlass.planner.planning.what_if import with_what_if
 from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
 from windlass.planner.profiling import FolderConfig, TimingCache
 from windlass.planner.question import (
@@ -35,12 +30,16 @@ _FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models th
 
 
 def plan_job(
-    request: PlanRequest, folder: Path, marker: Path | None = None, kept_shapes: KeptShapes | None = None
+    request: PlanRequest,
+    folder: Path,
+    marker: Path | None = None,
+    kept_shapes: KeptShapes | None = None,
+    with_what_if: Callable[[PlanQuestion, Planned], Planned] | None = None,
 ) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
-    `kept_shapes`: of earlier plans in this process.
+    `kept_shapes`: of earlier plans in this process. `with_what_if`: adds answers for changes, if the request asks so.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
@@ -52,7 +51,7 @@ def plan_job(
     if request.running is not None:
         return _plan_again(question, request.running)
     chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
-    if request.what_if:
+    if request.what_if and with_what_if is not None:
         chosen = replace(chosen, planned=with_what_if(question, chosen.planned))
     planned, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
@@ -199,37 +198,3 @@ def _with_simulation(plan: JobPlan, request: PlanRequest, planned: Planned, fold
         return plan.model_copy(update={"simulated": simulated_step})
     warning = f"the planned job was not simulated, so its steps may take longer than planned: {why}"
     return plan.model_copy(update={"warnings": (warning,)})
-
-
-def main() -> None:
-    """Answers the question that the command line names; see `_run`. The exit code is 0."""
-    _run(sys.argv[1:], None)
-
-
-def begin() -> Callable[[Sequence[str]], None]:
-    """Returns a function like `main` for one command line after the other. It keeps what it knows of the models."""
-    return functools.partial(_run, kept_shapes=KeptShapes())
-
-
-def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
-    """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}.
-
-    The first form has a plan, or warnings if no plan could be made.
-    """
-    options = arguments_of(arguments, "Plan a job.")
-
-    def answer_it() -> dict[str, Any]:
-        request = PlanRequest.from_json(json.loads(options.question.read_text()))
-        if request.running is not None:
-            os.nice(NICENESS_BESIDE_COMPUTE)
-        try:
-            return plan_job(request, options.result.parent, options.measuring, kept_shapes).to_json()
-        except (DatasetError, RuntimeError, MemoryError) as error:
-            # For example, operators whose output shapes depend on the data. The job then runs without a plan.
-            return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
-
-    answer_question(options, answer_it)
-
-
-if __name__ == "__main__":
-    main()

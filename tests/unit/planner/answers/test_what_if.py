@@ -7,12 +7,12 @@ import pytest
 
 from windlass.amounts import GIB
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.answers.what_if import changes_of, with_what_if
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.planning.planner import Planned, answer
-from windlass.planner.planning.what_if import changes_of, with_what_if
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
@@ -52,6 +52,7 @@ def test_an_answer_is_the_plan_of_such_a_machine() -> None:
     rates = [row.tokens_per_s for row in report.what_if]
     assert rates == sorted(rates, reverse=True)
     assert rows["ssds"].gain > 0
+    assert rows["box"].change == "a second such box, over 10 Gbit/s"
 
 
 def test_a_job_that_does_not_fit_is_told_with_what_it_would() -> None:
@@ -65,7 +66,7 @@ def test_a_job_that_does_not_fit_is_told_with_what_it_would() -> None:
     rows = {row.key: row for row in report.what_if or ()}
     assert (rows["ram"].feasible, rows["ram"].gain) == (True, None)
     assert not rows["ssds"].feasible
-    assert [row.feasible for row in report.what_if or ()] == [True, False, False, False]
+    assert [row.feasible for row in report.what_if or ()] == [True, False, False, False, False]
 
 
 def test_changes_are_of_one_thing_each() -> None:

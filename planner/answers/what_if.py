@@ -1,4 +1,4 @@
-"""Plans a job again with one thing changed: what one more SSD, more RAM, another GPU or a larger batch would give.
+"""Plans a job again with one thing changed: what one more SSD, more RAM, a GPU, a box or a larger batch would give.
 
 Each answer is a plan by the same search as the job's own, so it is what `windlass plan` says of such a machine.
 """
@@ -10,12 +10,15 @@ from windlass.amounts import GIB
 from windlass.engine.lanes import rounded_to_lanes
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import with_faster_card, with_one_more_gpu, with_one_more_ssd
-from windlass.planner.planning.gpu_choice import plan_without_advice
-from windlass.planner.planning.planner import Planned
+from windlass.planner.planning import Planned, plan_without_advice
 from windlass.planner.question import PlanQuestion, PlanReport, Profiles, WhatIf
 from windlass.planner.solver import DoesNotFitError
+from windlass.planner.stages import BoxKind, BoxPlans, StagesError, best_plans
 
 _MORE_RAM_GIB = 64
+# The rate of a network between two boxes where the machine's profile tells none: 10 Gbit/s, which a card and a cable
+# for two boxes cost little for.
+_NETWORK_GB_PER_S = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ def with_what_if(question: PlanQuestion, planned: Planned) -> Planned:
     profiles = Profiles(question)
     now = planned.report.tokens_per_s if planned.report.feasible else None
     rows = [_answer(change, profiles, now) for change in changes_of(question)]
+    if (with_box := _with_second_box(question, profiles, now)) is not None:
+        rows.append(with_box)
     rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
     return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
 
@@ -43,15 +48,35 @@ def _answer(change: Change, profiles: Profiles, now: float | None) -> WhatIf:
         report = plan_without_advice(change.question, profiles).report
     except DoesNotFitError:
         report = PlanReport(feasible=False, reasons=())
-    rate = report.tokens_per_s
+    return _row(change.key, change.words, report.step_s, report.tokens_per_s, now)
+
+
+def _row(key: str, words: str, step_s: float | None, rate: float | None, now: float | None) -> WhatIf:
     return WhatIf(
-        key=change.key,
-        change=change.words,
-        feasible=report.feasible,
-        step_s=report.step_s,
+        key=key,
+        change=words,
+        feasible=rate is not None,
+        step_s=step_s,
         tokens_per_s=rate,
         gain=None if rate is None or now is None else rate / now - 1,
     )
+
+
+def _with_second_box(question: PlanQuestion, profiles: Profiles, now: float | None) -> WhatIf | None:
+    """Answers for the job over two such boxes; None: it cannot be divided, or its layers are hypothetical."""
+    if question.num_layers is not None:
+        return None
+    known = question.hardware.network_gb_per_s
+    hardware = question.hardware.model_copy(update={"network_gb_per_s": known or _NETWORK_GB_PER_S})
+    asked = replace(question, hardware=hardware)
+    boxes = BoxPlans(kind=BoxKind(name="such", number=2, question=asked), profiles=profiles.of_question(asked))
+    try:
+        plans = best_plans([boxes], numbers=[2], simulates=True)
+    except StagesError:
+        return None
+    words = f"a second such box, over {8 * (known or _NETWORK_GB_PER_S):.3g} Gbit/s"
+    best = plans[0] if plans else None
+    return _row("box", words, None if best is None else best.step_s, None if best is None else best.tokens_per_s, now)
 
 
 def changes_of(question: PlanQuestion) -> Iterator[Change]:

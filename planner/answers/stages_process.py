@@ -1,13 +1,11 @@
-"""Plans a job over boxes in its own process: `python -m windlass.planner.stages.worker`, with the files of `Files`."""
+"""Plans a job over boxes in its own process: `python -m windlass.planner.answers.stages_process`."""
 
 import json
 import sys
 from typing import Any
 
 from windlass.planner.planning import RefusedError, answer_question, arguments_of
-from windlass.planner.stages.box_search import StagesError
-from windlass.planner.stages.job_stages import StagesDoNotFitError, plan_stages
-from windlass.planner.stages.stages_request import StagesRequest
+from windlass.planner.stages import StagesDoNotFitError, StagesError, StagesRequest, plan_stages
 
 
 def main() -> None:

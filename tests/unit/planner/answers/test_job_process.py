@@ -14,9 +14,10 @@ from tests.support.engine.architectures import ARCHITECTURES
 from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.answers import job_process
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning import worker as plan_job
+from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.question import PlanQuestion
 
@@ -38,7 +39,7 @@ def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPat
     (tmp_path / "question.json").write_text(json.dumps(question))
     arguments = ["plan_job", "--question", str(tmp_path / "question.json"), "--result", str(tmp_path / "result.json")]
     monkeypatch.setattr(sys, "argv", arguments)
-    plan_job.main()
+    job_process.main()
     return json.loads((tmp_path / "result.json").read_text())
 
 

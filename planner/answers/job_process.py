@@ -1,0 +1,51 @@
+"""Plans a job in a process of its own.
+
+`python -m windlass.planner.answers.job_process --question FILE --result FILE`
+"""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
+from windlass.engine.data import DatasetError
+from windlass.planner.answers.what_if import with_what_if
+from windlass.planner.planning import answer_question, arguments_of, plan_job
+from windlass.planner.question import KeptShapes, PlanRequest
+
+
+def main() -> None:
+    """Answers the question that the command line names; see `_run`. The exit code is 0."""
+    _run(sys.argv[1:], None)
+
+
+def begin() -> Callable[[Sequence[str]], None]:
+    """Returns a function like `main` for one command line after the other. It keeps what it knows of the models."""
+    return functools.partial(_run, kept_shapes=KeptShapes())
+
+
+def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
+    """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}.
+
+    The first form has a plan, or warnings if no plan could be made.
+    """
+    options = arguments_of(arguments, "Plan a job.")
+
+    def answer_it() -> dict[str, Any]:
+        request = PlanRequest.from_json(json.loads(options.question.read_text()))
+        if request.running is not None:
+            os.nice(NICENESS_BESIDE_COMPUTE)
+        try:
+            return plan_job(request, options.result.parent, options.measuring, kept_shapes, with_what_if).to_json()
+        except (DatasetError, RuntimeError, MemoryError) as error:
+            # For example, operators whose output shapes depend on the data. The job then runs without a plan.
+            return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
+
+    answer_question(options, answer_it)
+
+
+if __name__ == "__main__":
+    main()
