@@ -12,12 +12,13 @@ import pytest
 from tests.support.planner.stage_jobs import few_ways
 from tests.support.training import NUM_VALIDATION_EXAMPLES, make_spec
 from windlass.engine.model.layout import ModelLayout
+from windlass.planner.answers import stages_process
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.job_planning import question_of
 from windlass.planner.question.kept_shapes import KeptShapes
-from windlass.planner.stages import job_stages, worker
+from windlass.planner.stages import job_stages
 from windlass.planner.stages.box_search import Choice, StagesError, best_of_choices
 from windlass.planner.stages.job_stages import StagesDoNotFitError, plan_stages
 from windlass.planner.stages.splits import PlannedStages
@@ -256,7 +257,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, An
     question, result = tmp_path / "question.json", tmp_path / "result.json"
     question.write_text(json.dumps(values))
     monkeypatch.setattr(sys, "argv", ["worker", "--question", str(question), "--result", str(result)])
-    worker.main()
+    stages_process.main()
     told: dict[str, Any] = json.loads(result.read_text())
     return told
 
@@ -281,5 +282,5 @@ def test_process_writes_the_plan_or_why_there_is_none(
     def refuse(*_: object) -> Any:
         raise StagesDoNotFitError("box attic lacks 1 GiB")
 
-    monkeypatch.setattr(worker, "plan_stages", refuse)
+    monkeypatch.setattr(stages_process, "plan_stages", refuse)
     assert code_of(unmeasured) == "does_not_fit"
