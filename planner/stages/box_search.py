@@ -48,7 +48,7 @@ def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
     """
     boxes = _plans_of(kinds)
     # Blocks are measured for jobs that fit only, because that takes up to a minute.
-    if any(each.kind.question.measures for each in boxes) and not best_plans(_plans_of(kinds, measures=False)):
+    if any(each.kind.question.measures for each in boxes) and not best_plans(_unmeasured(boxes)):
         return []
     return best_plans(boxes, simulates=True)
 
@@ -59,7 +59,7 @@ def what_boxes_lack(kinds: Sequence[BoxKind]) -> list[str]:
     Raises:
         StagesError: as `plans_over_boxes`.
     """
-    boxes = _plans_of(kinds, measures=False)
+    boxes = _unmeasured(_plans_of(kinds))
     number = sum(each.kind.number for each in boxes)
     if number > 1:
         _check(boxes, number)
@@ -72,14 +72,17 @@ def what_boxes_lack(kinds: Sequence[BoxKind]) -> list[str]:
     return [lack.in_words(names[lack.box]) for lack in lacks]
 
 
-def _plans_of(kinds: Sequence[BoxKind], *, measures: bool = True) -> list[BoxPlans]:
-    """Returns empty plans of boxes, without measured times unless `measures`."""
-    shapes, plans = KeptShapes(), []
-    for kind in kinds:
-        question = replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes)
-        profiles = Profiles(question)
-        plans.append(BoxPlans(kind=kind, profiles=profiles if measures else profiles.unmeasured()))
-    return plans
+def _plans_of(kinds: Sequence[BoxKind]) -> list[BoxPlans]:
+    shapes = KeptShapes()
+    return [
+        BoxPlans(kind=kind, profiles=Profiles(replace(kind.question, kept_shapes=kind.question.kept_shapes or shapes)))
+        for kind in kinds
+    ]
+
+
+def _unmeasured(boxes: Sequence[BoxPlans]) -> list[BoxPlans]:
+    """Returns empty plans of the same boxes, which measure nothing."""
+    return [BoxPlans(kind=each.kind, profiles=each.profiles.unmeasured()) for each in boxes]
 
 
 def best_plans(

@@ -87,7 +87,7 @@ class Verdict:
     gpus: int | None = None  # that it begins with here; None: those that it has
     over: Sequence[JoinedBox] | None = None  # the other boxes of a job over several boxes
     keeps_boxes: bool = False  # such a job begins on all of its boxes, now or once other jobs have paused for it
-    reserves_boxes: bool = False  # the same, but while jobs on them cannot be paused yet
+    reserves_boxes: bool = False  # the same, but not while jobs on them cannot be paused yet
 
     @property
     def may_move(self) -> bool:
@@ -212,7 +212,7 @@ class JobQueue:
             if job.lease_holder == self._lease.holder:
                 # A box makes room by itself for a job that it was given.
                 over = placing.over.get(job.id)
-                if over is None and job.id in too_many and job.windlass.get("boxes") is not None:
+                if over is None and job.id in too_many and self.boxes.is_over_several(job):
                     over, _ = self.boxes.boxes_of(job)  # they are not reserved meanwhile
                 is_given = (
                     over is None

@@ -242,10 +242,12 @@ def _plans_over_boxes(
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
     from windlass.planner.profiling import UnusableConfigError
+    from windlass.planner.question import KeptShapes
     from windlass.planner.stages import BoxKind, StagesError, plans_over_boxes, what_boxes_lack
 
+    shapes = KeptShapes()  # so that the model is traced once
     asked = [
-        BoxKind(name=kind.name, number=kind.number, question=question)
+        BoxKind(name=kind.name, number=kind.number, question=replace(question, kept_shapes=shapes))
         for kind, question in zip(kinds, questions, strict=True)
     ]
     try:
