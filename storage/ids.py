@@ -26,6 +26,7 @@ CorrelationId = NewType("CorrelationId", int)
 ActorName = NewType("ActorName", str)
 # A box's name within its cluster.
 BoxName = NewType("BoxName", str)
+HEAD_NAME = BoxName("head")
 
 
 class StateKind(StrEnum):

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ _TESTS = Path(__file__).parent
 # Tests in these folders start Ray, the service or a browser, which use more than one core. They also check processes,
 # loop devices and mounts of the whole machine. One process runs them all in sequence.
 _ONE_AFTER_THE_OTHER = ("e2e", "integration")
-# Files of these folders that look at nothing outside their own service and browser. One process runs each of them.
-_BESIDE_OTHERS = ("test_dashboard.py", "test_dashboard_plan.py", "test_import_root.py", "test_light_commands.py")
+# Files of these folders that look at nothing outside their own service and browser. Any process may run them.
+_BESIDE_OTHERS = (
+    "test_access.py",
+    "test_dashboard.py",
+    "test_dashboard_boxes.py",
+    "test_dashboard_plan.py",
+    "test_dashboard_stages.py",
+    "test_import_root.py",
+    "test_light_commands.py",
+)
 # Each process holds torch and transformers. More processes would only wait for the tests of those folders.
 _MOST_PROCESSES = 4
 
@@ -65,6 +74,21 @@ def _set_niceness(niceness: int) -> None:
         lower_session(os.getpid(), niceness)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases that `short` does not name as long."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("short")) is not None:
+            names = {name for name in marker.args if fnmatchcase(item.callspec.id, name)}
+            unused.setdefault(item.nodeid.partition("[")[0], set(marker.args)).difference_update(names)
+            if not names:
+                item.add_marker(pytest.mark.long)
+    wrong = {test: names for test, names in unused.items() if names}
+    if wrong and not any("::" in argument for argument in config.args):  # else not all cases were collected
+        raise pytest.UsageError(f"`short` names cases that do not exist: {wrong}")
+
+
 def pytest_collection_finish() -> None:
     # Freezes all tests and modules, so that tests that look for leftovers need not traverse them each time.
     gc.collect()
@@ -72,17 +96,21 @@ def pytest_collection_finish() -> None:
 
 
 class _FolderScheduling(LoadScopeScheduling):
-    """Gives each test to any free process, except those that one process must run."""
+    """Gives each file to any free process, except those that one process must run.
+
+    The tests of a file share models and plans, which take longer to make than most tests do.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.split("::")[0])
-        if path.parts[1] not in _ONE_AFTER_THE_OTHER:
-            return nodeid
-        return path.name if path.name in _BESIDE_OTHERS else "machine"
+        is_alone = path.parts[1] in _ONE_AFTER_THE_OTHER and path.name not in _BESIDE_OTHERS
+        return "machine" if is_alone else str(path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """The scheduler of tests. Not `--dist=loadgroup`: pytest 9.2 ignores xdist 3.8's group names."""
+    # In the order of the folders: the tests that are slow come first, and no process is idle at the end.
+    config.option.loadscopereorder = False
     return _FolderScheduling(config, log)
 
 

@@ -328,7 +328,7 @@ class GpuWorker:
         if self.spec.num_ranks > 1:
             text = f"GPU {self.rank}: {text}"
         if len(self.spec.stages) > 1:
-            text = f"box {self.spec.box}: {text}"
+            text = f"{self.spec.name_of_box(self.spec.box)}: {text}"
         self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
 
     def _params_here(self, block: BlockIndex) -> torch.Tensor | None:

@@ -201,8 +201,7 @@ class CoreContext:
     @property
     def num_groups_in_flight(self) -> int:
         """The number of a GPU worker's groups whose activations are on the device at once."""
-        num_rounds = -(-self.plan.num_groups // self.spec.num_ranks)
-        return num_groups_ahead(self.spec.box, max(1, len(self.spec.stages)), num_rounds)
+        return num_groups_ahead(self.spec.box, self.spec.ranks, self.plan.num_groups)
 
     @property
     def param_server(self) -> ActorName:
@@ -378,10 +377,10 @@ def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
                 f"blocks {sorted(blocks)} share tensors, and are on different boxes: only the embedding and the head "
                 "may; choose stages that keep these blocks together"
             )
-        if spec.num_ranks > 1:
+        if max(spec.ranks) > 1:
             raise PlanError(
-                f"embedding and head share tensors and are on different boxes, and each box has {spec.num_ranks} GPUs: "
-                "that is not supported yet; give the job one GPU on each box, or one box",
+                "embedding and head share tensors and are on different boxes, and a box has "
+                f"{max(spec.ranks)} GPUs: that is not supported yet; give the job one GPU on each box, or one box",
                 param="windlass.gpus",
             )
     return layout.of_blocks(*spec.stages[spec.box])

@@ -21,7 +21,8 @@ class JobCore:
     layout_epoch: LayoutEpoch = FIRST_EPOCH  # in which the chunks were dealt to the job's SSDs
     training: TrainingConfig
     num_validation_examples: int = 0  # 0: no validation data
-    num_ranks: int = 1  # GPU workers of each box, each with its own GPU; results do not depend on how many there are
+    num_ranks: int = 1  # GPU workers of the box, each with its own GPU; results do not depend on how many there are
+    ranks_of_boxes: tuple[int, ...] = ()  # GPU workers of each box; empty: all have `num_ranks`
     stages: tuple[Stage, ...] = ()  # the blocks of each box; empty: one box has all
     box: int = 0  # index of the box that this specification is for
     box_names: tuple[str, ...] = ()  # of all boxes, for users; empty: they are called by their indexes
@@ -31,10 +32,29 @@ class JobCore:
     placement: Placement = field(default_factory=Placement)  # places of states, params and activations; may be partial
     ordering: Ordering = field(default_factory=Ordering)  # as configured; the scheduler uses `effective_ordering`
 
+    def __post_init__(self) -> None:
+        """Refuses numbers of GPU workers that are not those of the boxes."""
+        if (ranks := self.ranks_of_boxes) and (
+            len(ranks) != len(self.stages) or min(ranks) < 1 or ranks[self.box] != self.num_ranks
+        ):
+            raise ValueError(
+                f"ranks_of_boxes is {ranks}; it must have a number for each of {len(self.stages)} stages, and be "
+                f"{self.num_ranks} for box {self.box}"
+            )
+
     @property
     def names_of_boxes(self) -> tuple[str, ...]:
         """The names of the boxes, for users. Empty if one box has all blocks."""
         return self.box_names or tuple(f"box {index}" for index in range(len(self.stages)))
+
+    def name_of_box(self, box: int) -> str:
+        """Returns the name of a box in a sentence for users: "box attic", or "box 1" if it has none."""
+        return f"box {self.box_names[box] if self.box_names else box}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of GPU workers of each box."""
+        return self.ranks_of_boxes or (self.num_ranks,) * max(1, len(self.stages))
 
     @property
     def has_validation(self) -> bool:

@@ -184,8 +184,8 @@ class ModelIo:
             self._read(slot, key, (self.context.formats.param_kind,), step, arrived.set)
             return _Coming(key, slot, False, arrived, "the SSDs; check the disks")
         self._boxes.pull(key, slot, step, arrived.set)
-        box = self.context.box_of_block(key.block)
-        return _Coming(key, slot, False, arrived, f"box {box}; that box or the link to it is stuck")
+        box = self.context.spec.name_of_box(self.context.box_of_block(key.block))
+        return _Coming(key, slot, False, arrived, f"{box}; that box or the link to it is stuck")
 
     def _await(self, chunk: _Coming, step: Step) -> Iterator[tuple[ChunkKey, Span]]:
         """Yields a chunk with its slot when its params are there. Then its slot is free."""

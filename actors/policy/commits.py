@@ -27,6 +27,7 @@ class Commits:
         self.last_step = config.total_steps  # the caller lowers it if the job stops early
         self.versions = [first] * config.num_blocks
         self._config = config
+        self._flushed_blocks = config.flushed_blocks
         self._labels = [first] * config.num_blocks
         self._on_ssd = [first] * config.num_blocks  # the label of the states on the SSDs
         self._over: set[Step] = set()  # steps that are over but not committed
@@ -129,13 +130,12 @@ class Commits:
         other changed blocks follow.
         """
         instructions = []
-        for block in self._config.flushed_blocks:
+        is_flushed = {label: due is not None or self._is_commit_step(label) for label in set(self._labels)}
+        for block in self._flushed_blocks:
             label = self.label(block)
             if len(self._flushing) == self._config.ordering.max_flushing:
                 break
-            if label == self._on_ssd[block] or block in self._flushing:
-                continue
-            if due is None and not self._is_commit_step(label):
+            if label == self._on_ssd[block] or block in self._flushing or not is_flushed[label]:
                 continue
             holders = self._config.holders(block)
             self._flushing[block] = set(holders)

@@ -54,8 +54,6 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_stages(tuple(stage.blocks for stage in self.stages), self.num_blocks)
-        if len({len(stage.gpu_workers) for stage in self.stages}) > 1:
-            raise ValueError("all boxes of a job have the same number of GPU workers")
         if self.commit_every < 1:
             raise ValueError(
                 f"commit_every is {self.commit_every}; states are committed every so many steps, at least 1"
@@ -94,9 +92,9 @@ class SchedulerConfig:
         return tuple(actor for stage in self.stages for actor in stage.optimizers)
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks, a box's GPU workers."""
-        return len(self.stages[0].gpu_workers)
+    def ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each stage, its GPU workers."""
+        return tuple(len(stage.gpu_workers) for stage in self.stages)
 
     @property
     def model_movers(self) -> tuple[ActorName, ...]:
@@ -105,7 +103,7 @@ class SchedulerConfig:
 
     def grads_worker(self, stage: StageActors) -> ActorName:
         """Returns the GPU worker that computes a step's last group of micro-batches, and so completes gradients."""
-        return stage.gpu_workers[rank_of(self.num_groups - 1, self.num_ranks)]
+        return stage.gpu_workers[rank_of(self.num_groups - 1, len(stage.gpu_workers))]
 
     def stage_of(self, block: int) -> StageActors:
         """Returns the stage of a block."""
@@ -130,6 +128,9 @@ class SchedulerConfig:
         """Returns the actors that update a block and hold its resident states."""
         if block in self.device_blocks:
             return self.stage_of(block).gpu_workers[:1]
+        optimizers = self.stage_of(block).optimizers
+        if len(optimizers) == 1:
+            return optimizers
         return tuple(dict.fromkeys(self.optimizer_of(key) for key in self.chunks[block]))
 
     @property
@@ -213,8 +214,9 @@ def program(shape: SchedulerConfig, first_step: int, rank: int = 0, stage: int =
         for step in range(first_step, shape.total_steps + 1)
         for operation in (*_training(shape, step, stage), *_afterwards(shape, step, stage))
     )
+    num_ranks = shape.ranks[stage]
     for op, (step, phase, block, group, version) in enumerate(chain(resumed, trained), start=1):
-        if phase is None or rank_of(group, shape.num_ranks) == rank:
+        if phase is None or rank_of(group, num_ranks) == rank:
             yield Operation(
                 op=(op - 1) * len(shape.stages) + stage + 1,
                 step=Step(step),
@@ -228,7 +230,7 @@ def program(shape: SchedulerConfig, first_step: int, rank: int = 0, stage: int =
 def _training(shape: SchedulerConfig, step: int, stage: int) -> Iterator[tuple[Phase | None, int, int, int]]:
     """Yields a stage's operations of a step. Each group of micro-batches passes forward and backward through it."""
     head, blocks = shape.num_blocks - 1, range(*shape.stages[stage].blocks)
-    for group, goes_forward in passes_of_step(stage, len(shape.stages), shape.num_groups, shape.num_ranks):
+    for group, goes_forward in passes_of_step(stage, shape.ranks, shape.num_groups):
         for block in blocks if goes_forward else reversed(blocks):
             if block < head:
                 yield Phase.FORWARD if goes_forward else Phase.BACKWARD, block, group, step - 1

@@ -19,6 +19,7 @@ class RankQueue:
     def __init__(self, config: SchedulerConfig, rank: int, first_step: int, stage: int = 0) -> None:
         self.actor = config.stages[stage].gpu_workers[rank]
         self.blocks = config.stages[stage].blocks
+        self.num_ranks = config.ranks[stage]  # of the stage, this one included
         self.trains = rank < config.num_groups  # False: it has no group of a step, but perhaps some of an evaluation
         self.running: dict[int, Operation] = {}  # by number, in order
         self._program = program(config, first_step, rank, stage)
@@ -61,8 +62,8 @@ class PassedResults:
     waits for hidden states of another box, or for their gradient.
     """
 
-    def __init__(self, num_blocks: int, num_ranks: int) -> None:
-        self._num_blocks, self._num_ranks = num_blocks, num_ranks
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._last: dict[BlockIndex, tuple[Step, int]] = {}  # of each block: the last step and group that was added
         # The operations of which one box is known to be done, and not the other: hidden states, or their gradient,
         # that are computed and not taken, and those that are taken, as a report has overtaken another one.
@@ -90,7 +91,7 @@ class PassedResults:
         first = next(iter(rank.running.values()), None)
         if first is not None and self._waits_for_box(first, rank.blocks):
             return True
-        if self._num_ranks == 1:
+        if rank.num_ranks == 1:
             return False  # its sums are its own
         return self._is_missed(islice(rank.running.values(), REPORT_EVERY))
 

@@ -119,7 +119,7 @@ class Pipeline:
             for index, stage in enumerate(config.stages)
             for rank, actor in enumerate(stage.gpu_workers)
         }
-        self._passed = PassedResults(config.num_blocks, config.num_ranks)
+        self._passed = PassedResults(config.num_blocks)
         self._early_grads: list[GradReady] = []  # gradients of the head, before all losses of their step are reported
         self._steps: dict[int, _StepUpdates] = {}
         self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
@@ -130,7 +130,9 @@ class Pipeline:
         self._exporting = False
         self._to_export: set[int] = set()  # steps to export in addition to those of the program
         self._stopped = False
-        self._evaluated_to = (Step(0), 0, BlockIndex(0))  # the position of the last operation that any rank has begun
+        # The last operation of an evaluation that any rank has begun: its step, its round and its block. On several
+        # boxes it is its group and not its round, because a round may be other groups on another box.
+        self._evaluated_to = (Step(0), 0, BlockIndex(0))
         self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
         self._ended = max(self.committed, 0)  # the last step with an `EndStep`
         self._last_commit_sent = -1  # the last commit reported to the GPU worker that completes gradients
@@ -219,7 +221,7 @@ class Pipeline:
     @property
     def finished(self) -> bool:
         """True if all work is done and committed."""
-        over = all(rank.next is None or self._is_beyond_end(rank.next) for rank in self._ranks.values())
+        over = all(rank.next is None or self._is_beyond_end(rank, rank.next) for rank in self._ranks.values())
         is_safe = self.committed >= self.commits.last_step
         return over and not self.waits.outstanding and is_safe and (self._stopped or not self._to_export)
 
@@ -435,7 +437,7 @@ class Pipeline:
         message = CommitReached(job=self.config.job, step=Step(self.committed))
         return [Instruction(self.config.grads_worker(stage), message) for stage in self.config.stages]
 
-    def _is_beyond_end(self, operation: Operation) -> bool:
+    def _is_beyond_end(self, rank: RankQueue, operation: Operation) -> bool:
         """Returns whether an operation is left out.
 
         It comes after the last step, or a stop cancels it: the evaluation and the export of the last step.
@@ -443,22 +445,27 @@ class Pipeline:
         last_step = self.commits.last_step
         if operation.step > last_step:
             return True
-        return self._stopped and operation.version == operation.step == last_step and not self._is_shared(operation)
+        return (
+            self._stopped and operation.version == operation.step == last_step and not self._is_shared(rank, operation)
+        )
 
-    def _is_shared(self, operation: Operation) -> bool:
+    def _is_shared(self, rank: RankQueue, operation: Operation) -> bool:
         """Returns whether an operation of an evaluation uses params together with one that another rank has begun.
 
         It is granted though the attempt stops, because the params stay in their slots until all have copied them. And
         the hidden states of a group that one box has begun stay in their slots until the next box has taken them.
         """
-        position, limit = self._position(operation), self._evaluated_to
+        round_index = round_of(operation.group, rank.num_ranks)
+        step, place, block = self._evaluated_to
         if len(self.config.stages) > 1:
-            return operation.evaluates and position[:2] <= limit[:2]
-        return operation.evaluates and position <= limit
+            return operation.evaluates and (operation.step, round_index) <= (step, round_of(place, rank.num_ranks))
+        return operation.evaluates and (operation.step, round_index, operation.block) <= (step, place, block)
 
-    def _position(self, operation: Operation) -> tuple[Step, int, BlockIndex]:
-        """Returns the place of an operation of an evaluation; that of other ranks' operations with the same params."""
-        return operation.step, round_of(operation.group, self.config.num_ranks), operation.block
+    def _note_evaluated(self, rank: RankQueue, operation: Operation) -> None:
+        """Records that an operation of an evaluation is granted."""
+        has_several = len(self.config.stages) > 1
+        place = operation.group if has_several else round_of(operation.group, rank.num_ranks)
+        self._evaluated_to = max(self._evaluated_to, (operation.step, place, operation.block))
 
     def _next_operation(self, rank: RankQueue) -> Operation | None:
         """Returns a rank's next operation or an export that comes before it; None if none may be granted."""
@@ -468,7 +475,7 @@ class Pipeline:
         step = min(self._to_export, default=None)
         if step is not None and not self._stopped and (operation is None or operation.step > step):
             return Operation(op=0, step=Step(step), version=Step(step), phase=None, block=BlockIndex(0))
-        return None if operation is None or self._is_beyond_end(operation) else operation
+        return None if operation is None or self._is_beyond_end(rank, operation) else operation
 
     def _has_to_evaluate(self, before: Step) -> bool:
         """Returns whether an evaluation must be over before a step begins.
@@ -512,7 +519,7 @@ class Pipeline:
                 break
             rank.begin(operation)
             if operation.evaluates:
-                self._evaluated_to = max(self._evaluated_to, self._position(operation))
+                self._note_evaluated(rank, operation)
             self._last_started_step = max(self._last_started_step, operation.step)
             granted.append(self._operation(operation))
         return granted

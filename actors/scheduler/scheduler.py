@@ -115,14 +115,15 @@ def job_shape(context: CoreContext, output_dir: str, others: Sequence[CoreContex
     spec, layout, training, plan = context.spec, context.layout, context.spec.training, context.plan
     boxes = (context, *others)
     if len({bool(box.ssds) for box in boxes}) > 1:
-        without = [box.spec.box for box in boxes if not box.ssds]
-        raise PlanError(f"boxes {without} of the job have no SSDs, and others have some: give SSDs to all or to none")
+        without = ", ".join(spec.name_of_box(box.spec.box) for box in boxes if not box.ssds)
+        raise PlanError(f"{without} of the job have no SSDs, and others have some: give SSDs to all or to none")
     for other in others:
         same = [(each.group_size, each.num_groups, each.commit_every) for each in (plan, other.plan)]
         if same[0] != same[1]:
             raise PlanError(
-                f"box {other.spec.box} has groups of {same[1][0]} micro-batches and commits every {same[1][2]} steps, "
-                f"and the first box has groups of {same[0][0]} and commits every {same[0][2]}: give all boxes of the "
+                f"{spec.name_of_box(other.spec.box)} has groups of {same[1][0]} micro-batches and commits every "
+                f"{same[1][2]} steps, and the first box has groups of {same[0][0]} and commits every "
+                f"{same[0][2]}: give all boxes of the "
                 "job the same group_size and commit_every"
             )
 

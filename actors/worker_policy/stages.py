@@ -4,7 +4,7 @@ All boxes compute at once, each another group of micro-batches. In the backward 
 group before, as on one box. So results do not depend on the number of boxes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from windlass.actors.messages import Phase
@@ -80,23 +80,34 @@ def check_stages(stages: tuple[Stage, ...], num_blocks: int) -> None:
         )
 
 
-def num_groups_ahead(stage: int, num_stages: int, num_rounds: int) -> int:
+def num_groups_ahead(stage: int, ranks: Sequence[int], num_groups: int) -> int:
     """Returns how many rounds of groups have passed forward through a stage when the first one returns.
 
-    It is as many as keep the later stages busy meanwhile. The inputs of so many groups are on the device at once.
+    It is as many as keep the GPUs of the later stages busy meanwhile. The inputs of so many groups are on each device
+    at once. With as many GPUs in all stages, it is the number of stages from this one on.
+
+    Args:
+        stage: the index of the stage.
+        ranks: the number of GPU workers of each stage.
+        num_groups: of micro-batches in a step.
     """
-    return max(1, min(num_rounds, num_stages - stage))
+    num_ahead, num_rounds = 1, 0
+    for num_ranks, next_ranks in zip(reversed(ranks[stage:]), (0, *reversed(ranks[stage + 1 :])), strict=True):
+        num_ahead = 1 + -(-num_ahead * next_ranks // num_ranks)
+        num_rounds = -(-num_groups // num_ranks)
+    return max(1, min(num_rounds, num_ahead))
 
 
-def passes_of_step(stage: int, num_stages: int, num_groups: int, num_ranks: int) -> Iterator[GroupPass]:
+def passes_of_step(stage: int, ranks: Sequence[int], num_groups: int) -> Iterator[GroupPass]:
     """Yields the passes of a step through one stage. Each GPU worker makes those of its groups in this order.
 
     One forward and one backward pass take turns, after some forward passes. With one stage, or in the last one, each
-    group passes forward and at once backward.
+    group passes forward and at once backward. The arguments are those of `num_groups_ahead`.
     Source: PipeDream-Flush, the one-forward-one-backward schedule without stale weights.
     """
+    num_ranks = ranks[stage]
     num_rounds = -(-num_groups // num_ranks)
-    num_ahead = num_groups_ahead(stage, num_stages, num_rounds)
+    num_ahead = num_groups_ahead(stage, ranks, num_groups)
     if num_ahead == 1:
         for group in range(num_groups):
             yield GroupPass(group, goes_forward=True)

@@ -148,21 +148,41 @@ def with_faster_adam(published: PublishedThroughput) -> PublishedThroughput:
 
 def planned(published: PublishedThroughput) -> PlanReport:
     """Plans the same job, without clipping, by the search of `windlass plan`."""
-    training = TrainingConfig(
+    return planned_job(
+        published.shape,
+        published.hardware,
         batch_size=published.batch_size,
-        num_microbatches=published.num_gpus,
-        sequence_length=published.num_tokens,
-        lanes=published.num_gpus,
+        num_tokens=published.num_tokens,
+        num_gpus=published.num_gpus,
         precision=published.precision,
+    )
+
+
+def planned_job(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    batch_size: int,
+    num_tokens: int,
+    num_gpus: int,
+    precision: Precision = Precision.BF16,
+) -> PlanReport:
+    """Plans a job without clipping by the search of `windlass plan`. `batch_size` is that of all GPUs together."""
+    training = TrainingConfig(
+        batch_size=batch_size,
+        num_microbatches=num_gpus,
+        sequence_length=num_tokens,
+        lanes=num_gpus,
+        precision=precision,
         clip_norm=None,
         total_steps=1,
     )
     question = PlanQuestion(
-        config=ShapeConfig(shape=published.shape, num_tokens=published.num_tokens),
-        hardware=published.hardware,
+        config=ShapeConfig(shape=shape, num_tokens=num_tokens),
+        hardware=hardware,
         training=training,
         chooses_microbatches=True,
-        num_ranks=published.num_gpus,
-        num_optimizers=published.num_gpus,
+        num_ranks=num_gpus,
+        num_optimizers=num_gpus,
     )
     return plan_without_advice(question, Profiles(question)).report

@@ -1,5 +1,6 @@
 """Estimates the peak of a job's device memory, from shapes alone."""
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -73,6 +74,7 @@ def device_need(
     layout = layout or facts.layout
     choices = {BlockIndex(i): choice for i, choice in enumerate(plan.layer_activations, start=1)}
 
+    @functools.cache  # micro-batches of one shape need the same
     def needs(num_examples: int, num_tokens: int, *, train: bool) -> PassNeeds:
         passes = Passes(
             num_examples=num_examples,
@@ -85,19 +87,16 @@ def device_need(
         return _of_box(facts.needs(choices if train else {}, passes), layout)
 
     of_group = [needs(*shape, train=True) for shape in shapes]
-    moments = [
-        *step_moments(
-            *_by_unit(of_group),
-            leaving_nbytes=plan.leaving_nbytes,
-            has_ssd_store=plan.num_ssd_activations > 0,
-        ),
-        *evaluation_moments(*_by_unit([needs(*shape, train=False) for shape in evaluation_shapes])),
-    ]
-    moment, activations = max(moments, key=lambda each: each[1].nbytes)
+    step = step_moments(
+        *_by_unit(of_group), leaving_nbytes=plan.leaving_nbytes, has_ssd_store=plan.num_ssd_activations > 0
+    )
+    of_evaluation = list(evaluation_moments(*_by_unit([needs(*shape, train=False) for shape in evaluation_shapes])))
+    moment, activations = max([step.worst, *of_evaluation], key=lambda each: each[1].nbytes)
     is_sliced = max_tokens > num_slice_tokens(head_slices, facts.vocab_size)
     in_fp32 = set(filter(layout.is_own, summed_in_fp32(facts.layout.shared, is_sliced=is_sliced)))
+    numels = [block.numel for block in layout.blocks]
     grads = grad_buffers_of_job(
-        [block.numel for block in layout.blocks],
+        numels,
         layout.shared,
         itemsize=grad_precision.itemsize,
         summed_in_fp32=in_fp32,
@@ -112,11 +111,11 @@ def device_need(
     rounded = rounded_numel(formats, layout.chunk_numel, resident=plan.device_blocks, on_gpu=on_gpu)
     batch_nbytes = sum(2 * _TOKEN_NBYTES * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
-        params_nbytes=_params_numel(layout, plan, num_ahead, formats) * formats.precision.itemsize,
+        params_nbytes=_params_numel(layout, numels, plan, num_ahead, formats) * formats.precision.itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
         + sum(layout.blocks[block].numel for block in layout.lent) * PARTIAL_GRAD_ITEMSIZE  # sums of another box
         + _streamed_grads_nbytes(
-            layout, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
+            layout, numels, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
         ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=facts.buffers_nbytes
@@ -124,10 +123,12 @@ def device_need(
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
         + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
         + rounded * formats.precision.itemsize
-        + rounding_nbytes([block.numel for block in layout.blocks], in_fp32, itemsize=grad_precision.itemsize),
+        + rounding_nbytes(numels, in_fp32, itemsize=grad_precision.itemsize),
         activations=activations,
         moment=moment,
-        settled_activations_nbytes=max(need.settled_nbytes for _, need in moments),
+        settled_activations_nbytes=max(
+            step.most_settled_nbytes, *(need.settled_nbytes for _, need in of_evaluation), 0
+        ),
         waiting_nbytes=_waiting_nbytes(of_group, shapes, layout, num_groups_in_flight, formats.precision),
     )
 
@@ -163,14 +164,20 @@ def _by_unit(microbatches: Sequence[PassNeeds]) -> tuple[list[list[UnitNeed]], l
 
 
 def _streamed_grads_nbytes(
-    layout: ModelLayout, plan: Plan, *, itemsize: int, in_fp32: Collection[int], is_summed: bool
+    layout: ModelLayout,
+    numels: Sequence[int],
+    plan: Plan,
+    *,
+    itemsize: int,
+    in_fp32: Collection[int],
+    is_summed: bool,
 ) -> int:
     """Returns the bytes of the memory in which gradients in pieces lie."""
-    streamed = plan.streamed_blocks
+    streamed = plan.grad_streamed_blocks
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in streamed])
     return streamed_grads_nbytes(
-        [block.numel for block in layout.blocks],
-        dict(zip(streamed, bounds, strict=True)) if plan.grad_streamed_blocks else {},
+        numels,
+        dict(zip(streamed, bounds, strict=True)),
         plan.grad_overlaid_blocks,
         itemsize=itemsize,
         summed_in_fp32=in_fp32,
@@ -178,12 +185,12 @@ def _streamed_grads_nbytes(
     )
 
 
-def _params_numel(layout: ModelLayout, plan: Plan, num_ahead: int, formats: Formats) -> int:
+def _params_numel(layout: ModelLayout, numels: Sequence[int], plan: Plan, num_ahead: int, formats: Formats) -> int:
     """Returns the elements of all buffers for params: whole blocks, unstreamed parts of streamed blocks, and pieces."""
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
     in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}
     buffers = param_buffers(
-        [block.numel - in_pieces.get(block.index, 0) for block in layout.blocks],
+        [numel - in_pieces.get(block, 0) for block, numel in enumerate(numels)],
         layout.shared,
         resident=(*formats.lent(plan.device_blocks), *layout.borrowed),
         num_ahead=num_ahead,

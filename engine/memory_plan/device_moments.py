@@ -7,6 +7,9 @@ rest changes during a step. A moment is one operation on one micro-batch.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
 
 from windlass.amounts import bytes_text, describe_largest
 from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes
@@ -35,8 +38,7 @@ class UnitNeed:
 NO_NEED = UnitNeed(output_nbytes=0, held_nbytes=0, swapped=(), forward_peak_nbytes=0, backward_peak_nbytes=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MomentNeed:
+class MomentNeed(NamedTuple):
     """The memory that a step uses on the device at a moment."""
 
     held_nbytes: int  # activations of units before their backward pass
@@ -56,8 +58,7 @@ class MomentNeed:
         return self.held_nbytes + self.hidden_nbytes + self.returning_nbytes + self.operation_nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """A point of a step: one operation on one micro-batch."""
 
     direction: Pass
@@ -124,51 +125,114 @@ class DeviceNeed:
         return self.lasting_nbytes + self.settled_activations_nbytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepMoments:
+    """The needs at all moments of a group of micro-batches, in order: forward, head, backward.
+
+    They are arrays with one element for each moment, because a group may have thousands.
+    """
+
+    num_blocks: int  # the embedding and the layers
+    num_microbatches: int
+    held_nbytes: "np.ndarray"
+    hidden_nbytes: "np.ndarray"
+    returning_nbytes: "np.ndarray"
+    leaving_nbytes: "np.ndarray"
+    operation_nbytes: "np.ndarray"
+
+    def __iter__(self) -> Iterator[tuple[Moment, MomentNeed]]:
+        """Yields each moment with its need."""
+        return map(self._at, range(len(self.held_nbytes)))
+
+    @property
+    def worst(self) -> tuple[Moment, MomentNeed]:
+        """The first moment with the largest need, and that need."""
+        return self._at(int((self._settled_nbytes + self.leaving_nbytes).argmax()))
+
+    @property
+    def most_settled_nbytes(self) -> int:
+        """The largest need without activations that are leaving the device."""
+        return int(self._settled_nbytes.max())
+
+    @property
+    def _settled_nbytes(self) -> "np.ndarray":
+        nbytes: np.ndarray = self.held_nbytes + self.hidden_nbytes + self.returning_nbytes + self.operation_nbytes
+        return nbytes
+
+    def _at(self, index: int) -> tuple[Moment, MomentNeed]:
+        need = MomentNeed(
+            held_nbytes=int(self.held_nbytes[index]),
+            hidden_nbytes=int(self.hidden_nbytes[index]),
+            returning_nbytes=int(self.returning_nbytes[index]),
+            leaving_nbytes=int(self.leaving_nbytes[index]),
+            operation_nbytes=int(self.operation_nbytes[index]),
+        )
+        row, microbatch = divmod(index, self.num_microbatches)  # a row for each block, the head, and each block again
+        direction = Pass.FORWARD if row < self.num_blocks else Pass.HEAD if row == self.num_blocks else Pass.BACKWARD
+        block = row if row <= self.num_blocks else 2 * self.num_blocks - row
+        return Moment(direction=direction, block=block, microbatch=microbatch), need
+
+
 def step_moments(
     units: Sequence[Sequence[UnitNeed]],
     head_peaks: Sequence[int],
     *,
     leaving_nbytes: int,
     has_ssd_store: bool = False,
-) -> Iterator[tuple[Moment, MomentNeed]]:
-    """Yields the need at each moment of a group of micro-batches, in order.
+) -> StepMoments:
+    """Returns the need at each moment of a group of micro-batches.
 
     Args:
         units: the needs of the embedding and of each layer, per micro-batch.
-        head_peaks: the peaks of the head, per micro-batch.
+        head_peaks: the peaks of the head, per micro-batch; at least one.
         leaving_nbytes: the plan's limit of swapped activations that are still on the device.
         has_ssd_store: swapped activations go to SSDs when host memory is full.
     """
     limit = leaving_limit(units, leaving_nbytes, has_ssd_store=has_ssd_store)
-    held = hidden = put = 0
-
-    def need(operation_nbytes: int, returning_nbytes: int = 0) -> MomentNeed:
-        return MomentNeed(
-            held_nbytes=held,
-            hidden_nbytes=hidden,
-            returning_nbytes=returning_nbytes,
-            leaving_nbytes=min(put, limit),
-            operation_nbytes=operation_nbytes,
+    different = {id(unit): unit for row in units for unit in row}  # most are one object
+    numbers = {
+        key: (
+            unit.held_nbytes,
+            unit.output_nbytes,
+            sum(unit.swapped),
+            unit.forward_peak_nbytes,
+            unit.backward_peak_nbytes,
         )
+        for key, unit in different.items()
+    }
+    table = np.array([[numbers[id(unit)] for unit in row] for row in units], dtype=np.int64)
+    held, output, swapped, forward_peaks, backward_peaks = np.moveaxis(table, -1, 0)  # (blocks, micro-batches)
+    # At the end of a unit its input is freed, or is counted as held.
+    hidden = np.diff(output, axis=0, prepend=0)
+    put = swapped.ravel().cumsum()
+    returning = np.append(swapped[::-1].ravel(), 0)
+    # The embedding's held memory stays until the whole group is over.
+    released = np.concatenate([held[:0:-1], np.zeros_like(held[:1])])
+    num_heads = len(head_peaks)
+    return StepMoments(
+        num_blocks=len(units),
+        num_microbatches=num_heads,
+        held_nbytes=np.concatenate(
+            [_before(held), np.full(num_heads, held.sum()), held.sum() - _before(released)],
+        ),
+        hidden_nbytes=np.concatenate(
+            [_before(hidden), np.full(num_heads, hidden.sum()), hidden.sum() - _before(hidden[::-1])]
+        ),
+        returning_nbytes=np.concatenate(
+            [np.zeros_like(put), np.full(num_heads, returning[0]), returning[:-1] + returning[1:]]
+        ),
+        leaving_nbytes=np.minimum(np.concatenate([put, np.full(num_heads + len(put), put[-1])]), limit),
+        operation_nbytes=np.concatenate(
+            [forward_peaks.ravel(), np.array(head_peaks, dtype=np.int64), backward_peaks[::-1].ravel()]
+        ),
+    )
 
-    for block, row in enumerate(units):
-        for m, unit in enumerate(row):
-            put += sum(unit.swapped)
-            yield Moment(direction=Pass.FORWARD, block=block, microbatch=m), need(unit.forward_peak_nbytes)
-            held += unit.held_nbytes
-            # The input is freed, or is counted as held.
-            hidden += unit.output_nbytes - (units[block - 1][m].output_nbytes if block else 0)
-    returning = [sum(unit.swapped) for row in reversed(units) for unit in row] + [0]
-    for m, peak in enumerate(head_peaks):
-        yield Moment(direction=Pass.HEAD, block=len(units), microbatch=m), need(peak, returning[0])
-    backward = [(block, m) for block in reversed(range(len(units))) for m in range(len(head_peaks))]
-    for i, (block, m) in enumerate(backward):
-        unit, moment = units[block][m], Moment(direction=Pass.BACKWARD, block=block, microbatch=m)
-        yield moment, need(unit.backward_peak_nbytes, returning[i] + returning[i + 1])
-        if block:  # the embedding's held memory stays until the whole group is over
-            held -= unit.held_nbytes
-            hidden += units[block - 1][m].output_nbytes
-        hidden -= unit.output_nbytes
+
+def _before(added: "np.ndarray") -> "np.ndarray":
+    """Returns the sum of all elements before each one."""
+    flat = added.ravel()
+    before: np.ndarray = flat.cumsum() - flat
+    return before
 
 
 def evaluation_moments(

@@ -4,6 +4,7 @@ import json
 import sys
 from typing import Any
 
+from windlass.actors.timeline import SIMULATED_FOLDER
 from windlass.planner.planning import RefusedError, answer_question, arguments_of
 from windlass.planner.stages import StagesDoNotFitError, StagesError, StagesRequest, plan_stages
 
@@ -15,7 +16,8 @@ def main() -> None:
     def answer() -> dict[str, Any]:
         request = StagesRequest.from_json(json.loads(files.question.read_text()))
         try:
-            return {"stages": plan_stages(request).to_json()}
+            plan = plan_stages(request, timeline_dir=files.result.parent / SIMULATED_FOLDER)
+            return {"stages": plan.to_json()}
         except StagesDoNotFitError as error:
             raise RefusedError("does_not_fit", str(error), None) from None
         except StagesError as error:

@@ -229,7 +229,7 @@ class ModelProfile:
                 blocks_by_layer.setdefault(layer, []).append(block)
         return {layer: tuple(blocks) for layer, blocks in blocks_by_layer.items()}
 
-    @property
+    @cached_property
     def shared_blocks(self) -> tuple[int, ...]:
         """The blocks whose params other blocks use as well, once for each such use."""
         return tuple(block for blocks in self.shared for block in blocks[1:])

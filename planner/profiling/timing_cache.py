@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class TimingCache:
     machine: Mapping[str, Any]  # its profile as JSON, and threads: new rates make it another machine
     is_alone: bool  # no job trains on this machine; else measured times are not stored
     marker: Path | None = None  # a file that exists while blocks are measured, for who could stop this process
+    # Read once, because it takes the facts of some hundred files.
+    _code: list[object] = field(init=False, default_factory=lambda: code_fingerprint(Path(__file__).parent))
 
     def of(self, config: Any, facts: Mapping[str, Any], measure: Measure) -> dict[int, BlockTimes]:
         """Returns the times by block, and measures them if they are not stored.
@@ -75,7 +77,7 @@ class TimingCache:
         return ResultCache(folder=self.folder, max_results=_MOST_KEPT)
 
     def _fingerprint(self, config: Any, facts: Mapping[str, Any]) -> str:
-        hashed = [content_of(config), dict(facts), dict(self.machine), code_fingerprint(Path(__file__).parent)]
+        hashed = [content_of(config), dict(facts), dict(self.machine), self._code]
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ from windlass.planner.question.exact_search import counted as counted
 from windlass.planner.question.exact_search import search_exactly as search_exactly
 from windlass.planner.question.exact_search import solve_counted as solve_counted
 from windlass.planner.question.exact_search import solve_exactly as solve_exactly
+from windlass.planner.question.exact_search import solve_kind_exactly as solve_kind_exactly
 from windlass.planner.question.job_plan import ChangedInputs as ChangedInputs
 from windlass.planner.question.job_plan import JobPlan as JobPlan
 from windlass.planner.question.job_plan import PlanBounds as PlanBounds

@@ -65,6 +65,17 @@ def search_exactly(
     )
 
 
+def solve_kind_exactly(question: PlanQuestion, costs: StepCosts, profiles: Profiles) -> Solution:
+    """Returns the best solution for one kind of plan, with exact device memory. `costs`: of a solution of a search.
+
+    Raises:
+        DoesNotFitError: no plan fits.
+    """
+    solution = _Counter(question, profiles).solved(costs, math.inf)
+    assert solution is not None, "without a limit of its cost there is a plan, or an error"
+    return solution
+
+
 def solve_counted(question: PlanQuestion, job: PlannedJob, profiles: Profiles, *, below: float = math.inf) -> Solution:
     """Returns a good solution with exact device memory, in a fraction of the time of `solve_exactly`.
 

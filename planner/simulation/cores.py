@@ -7,61 +7,77 @@ slow down alike, because the kernel gives every thread the same share. A task on
 for that time. Matrix products are split evenly, so all cores wait for the one that started late.
 """
 
-from dataclasses import dataclass
+import heapq
 
-from windlass.planner.simulation.clock import Clock, Future, Process
+from windlass.planner.simulation.clock import Clock, Future
 
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    num_threads: float
-    left_s: float  # remaining seconds at full speed
-    done: Future
+# A task: its end in progress (see below), the order of arrival, its threads, and the event of its end.
+_Task = tuple[float, int, float, Future]
 
 
 class SharedCores:
-    """A pool of cores in simulated time."""
+    """A pool of cores in simulated time.
+
+    All tasks have the same speed. So what is left of one is known from the *progress*: the seconds that a task would
+    have got since the start, at full speed. A task ends at its progress of the beginning and its duration.
+    """
 
     def __init__(self, clock: Clock, num_cores: float) -> None:
         self._clock = clock
         self.num_cores = num_cores
-        self._tasks: list[_Task] = []
+        self._tasks: list[_Task] = []  # a heap
+        self._num_threads = 0.0  # of all tasks
+        self._num_begun = 0
+        self._progress_s = 0.0  # at `_since_s`
         self._since_s = clock.now
-        self._num_changes = 0
+        self._speed = 1.0
+        self._num_ends = 0  # number of ends scheduled so far; only the last one is valid
 
-    def work(self, duration_s: float, num_threads: float) -> Process:
-        """Takes `duration_s` if all its threads have a core, and longer if they must share."""
+    def work(self, duration_s: float, num_threads: float) -> tuple[Future, ...]:
+        """Begins a task, and returns the event of its end; nothing if it takes no time.
+
+        It takes `duration_s` if all its threads have a core, and longer if they must share.
+        """
         if duration_s <= 0:
-            return
+            return ()
         self._go_on()
-        task = _Task(num_threads, duration_s, self._clock.future())
-        self._tasks.append(task)
-        self._wake_at_next_end()
-        yield task.done
+        done = Future(self._clock)
+        self._num_begun += 1
+        task = (self._progress_s + duration_s, self._num_begun, num_threads, done)
+        heapq.heappush(self._tasks, task)
+        self._num_threads += num_threads
+        if self._changes_speed() or self._tasks[0] is task:
+            self._end_soonest()
+        return (done,)
 
-    @property
-    def _speed(self) -> float:
-        num_threads = sum(task.num_threads for task in self._tasks)
-        return min(1.0, self.num_cores / num_threads) if num_threads else 1.0
+    def _changes_speed(self) -> bool:
+        """Adapts the speed to the number of threads. Returns whether it changes."""
+        before = self._speed
+        self._speed = self.num_cores / max(self.num_cores, self._num_threads)
+        return self._speed != before
 
     def _go_on(self) -> None:
         """Accounts for the work of all tasks since the last change."""
-        done_s = (self._clock.now - self._since_s) * self._speed
-        self._since_s = self._clock.now
-        for task in self._tasks:
-            task.left_s -= done_s
+        now_s = self._clock.now
+        self._progress_s += (now_s - self._since_s) * self._speed
+        self._since_s = now_s
 
-    def _wake_at_next_end(self) -> None:
-        self._num_changes += 1
-        if self._tasks:
-            soonest = min(self._tasks, key=lambda task: task.left_s)
-            end_s, change = max(0.0, soonest.left_s) / self._speed, self._num_changes
-            self._clock.after(end_s, lambda: self._end(soonest, change))
+    def _end_soonest(self) -> None:
+        """Schedules the end of the task that ends first, in place of what was scheduled before."""
+        self._num_ends += 1
+        number = self._num_ends
+        left_s = max(0.0, self._tasks[0][0] - self._progress_s)
+        self._clock.after(left_s / self._speed, lambda: self._end(number))
 
-    def _end(self, task: _Task, change: int) -> None:
-        if change != self._num_changes:
+    def _end(self, number: int) -> None:
+        if number != self._num_ends:
             return  # another task began or ended in the meantime
         self._go_on()
-        self._tasks.remove(task)
-        task.done.set_done()
-        self._wake_at_next_end()
+        _, _, num_threads, done = heapq.heappop(self._tasks)
+        done.set_done()
+        if self._tasks:
+            self._num_threads -= num_threads
+            self._changes_speed()
+            self._end_soonest()
+        else:  # sums of fractions have rounding errors, which must not add up
+            self._num_threads, self._progress_s, self._speed = 0.0, 0.0, 1.0

@@ -144,6 +144,11 @@ class SimulatedJob:
         return self._world.step_ends_s
 
     @property
+    def round_ends_s(self) -> Sequence[float]:
+        """The times at which the backward passes of rounds of groups have ended, of all steps."""
+        return self._world.round_ends_s
+
+    @property
     def committed(self) -> int:
         """The last step whose commit is decided."""
         return self._pipeline.committed

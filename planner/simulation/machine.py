@@ -10,10 +10,10 @@ from windlass.actors.messages import Event, Message, SpanKind
 from windlass.actors.policy import SchedulerConfig
 from windlass.actors.timeline import WHOLE_BLOCK
 from windlass.engine.memory_plan import MemoryTier, Pool
-from windlass.planner.simulation.clock import Clock, Future, Process
+from windlass.planner.simulation.clock import Clock, Future
 from windlass.planner.simulation.cores import SharedCores
 from windlass.planner.simulation.network import SimulatedNetwork
-from windlass.planner.simulation.resources import Log, Rates, Ssd, Work
+from windlass.planner.simulation.resources import Log, Rates, Spend, Ssd, Work
 from windlass.planner.simulation.waiting import Slots
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey
 
@@ -23,7 +23,7 @@ GRADIENTS = "gradients"
 STATES = "states"
 ACTIVATIONS = "activations"
 LEAVING = "activations leaving"
-_READS = frozenset(kind for kind in SpanKind if kind.startswith("read_"))
+_READS = tuple(kind for kind in SpanKind if kind.startswith("read_"))  # compared faster than hashed
 
 
 class SimulatedMachine(Log):
@@ -49,6 +49,7 @@ class SimulatedMachine(Log):
         super().__init__(rates.num_cores, keeps_spans=keeps_spans, clock=clock)
         self.network = network
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
+        self.round_ends_s: list[float] = []  # the same of each round of groups, of all steps
         self.context = context
         self.shape = shape
         self.rates = rates
@@ -60,11 +61,6 @@ class SimulatedMachine(Log):
         # By block: its elements, its chunks, and the SSD of each chunk. Cached, because they are needed very often.
         self.numels = [block.numel for block in layout.blocks]
         self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
-        self._chunk_numels = {
-            key: min(layout.chunk_numel, self.numels[key.block] - key.chunk * layout.chunk_numel)
-            for keys in self.chunk_keys
-            for key in keys
-        }
         geometry = context.geometry(0) if context.ssds else None
         self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()
@@ -96,9 +92,7 @@ class SimulatedMachine(Log):
         """The bytes that an update of one parameter reads and writes in the host's memory."""
         return self.context.formats.update_itemsize + self.grad_itemsize + self.state_itemsize
 
-    def through_memory(
-        self, bytes_per_s: float, spend: Callable[[float], Process] | None = None
-    ) -> Callable[[float], Process] | None:
+    def through_memory(self, bytes_per_s: float, spend: Spend | None = None) -> Spend | None:
         """Returns a way to spend the time of work that moves so many bytes a second through the host's memory.
 
         `spend`: spends it if the memory is fast enough for all; None: the log does.
@@ -107,15 +101,15 @@ class SimulatedMachine(Log):
             return spend
         if spend is None:
             return lambda duration_s: self._in_memory(duration_s, bytes_per_s)
-        return lambda duration_s: self._both(spend(duration_s), self._in_memory(duration_s, bytes_per_s))
+        return lambda duration_s: (*spend(duration_s), *self._in_memory(duration_s, bytes_per_s))
 
-    def _in_memory(self, duration_s: float, bytes_per_s: float) -> Process:
-        """Waits for `duration_s`, and longer while more bytes pass the memory than it can read and write."""
+    def _in_memory(self, duration_s: float, bytes_per_s: float) -> tuple[Future, ...]:
+        """Begins work of `duration_s`, or longer while more bytes pass the memory than it can read and write.
+
+        Returns the event of its end; nothing if it takes no time.
+        """
         assert self._memory is not None, "it may be short"
-        yield from self._memory.work(duration_s, bytes_per_s / self.rates.host_memory_bytes)
-
-    def _both(self, one: Process, other: Process) -> Process:
-        yield from [self.clock.process(one), self.clock.process(other)]
+        return self._memory.work(duration_s, bytes_per_s / self.rates.host_memory_bytes)
 
     def _memory_may_be_short(self, context: CoreContext) -> bool:
         """Returns whether all that uses the host's memory at once may take more than it has."""
@@ -138,17 +132,20 @@ class SimulatedMachine(Log):
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
-        return self._chunk_numels[key]
+        chunk_numel = self.context.layout.chunk_numel
+        return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
 
     @property
     def nums_waiting(self) -> tuple[int, ...]:
         """The number of transfers that wait at each SSD, and of free slots for gradients."""
         return (*(ssd.num_waiting for ssd in self._ssds), self.grad_slots.num_free)
 
-    def end_step(self) -> None:
-        """Records that a step's backward pass has ended."""
-        self.step_ends_s.append(self.clock.now)
-        self.clock.pause()
+    def end_round(self, *, is_last: bool) -> None:
+        """Records that a round's backward pass has ended and, if it is the last round, that the step's has."""
+        self.round_ends_s.append(self.clock.now)
+        if is_last:
+            self.step_ends_s.append(self.clock.now)
+            self.clock.pause()
 
     def ssd_of(self, key: ChunkKey) -> int:
         """Returns the index of the SSD that stores a chunk's states."""

@@ -132,20 +132,23 @@ def box_of_plan(
     *,
     num_cores: int,
     stages: tuple[Stage, ...] = (),
+    ranks: tuple[int, ...] = (),
+    names: tuple[str, ...] = (),
     box: int = 0,
     commit_every: int | None = None,
 ) -> SimulatedBox:
     """Returns a box with its plan. `layout`: of the whole model, as `in_fewer_chunks` returns it.
 
-    `stages`: the blocks of all boxes of the job; empty: it has one. `commit_every`: of the job; None: that of the plan.
+    `stages`, `ranks` and `names`: the blocks, the number of GPUs and the name of each box of the job; empty: it has one
+    box, or they have no names. `commit_every`: of the job; None: that of the plan.
     """
-    spec = replace(_spec_of(solution), stages=stages, box=box)
+    spec = replace(_spec_of(solution), stages=stages, ranks_of_boxes=ranks, box_names=names, box=box)
     if layout.chunk_numel != solution.costs.job.model.chunk_numel:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     if commit_every is not None:
         spec = replace(spec, placement=replace(spec.placement, commit_every=commit_every))
-    work = work_of(solution)
-    context = _with_fewer_slots(make_core_context(spec, layout, solution.costs.speeds.num_ssds), work)
+    context = make_core_context(spec, layout, solution.costs.speeds.num_ssds)
+    context, work = _with_fewer_slots(context, work_of(solution))
     # Slots have the size of the widest micro-batches; the transfers have that of the mean one.
     work = _of_mean_size(work, solution.costs.job.model.size_share)
     rates = rates_of(solution.costs.speeds, solution.costs.job.num_optimizers, num_cores=num_cores)
@@ -235,22 +238,26 @@ def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     )
 
 
-def _with_fewer_slots(context: CoreContext, work: Work) -> CoreContext:
-    """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs."""
+def _with_fewer_slots(context: CoreContext, work: Work) -> tuple[CoreContext, Work]:
+    """Enlarges the slots of swapped activations. Keeps the number of staged parts and the share on the SSDs.
+
+    A slot may then hold a whole tensor, and goes to one SSD. So all tensors of a layer get the same size: else large
+    ones could go to some SSDs, and small ones to others.
+    """
     plan, pool = context.plan, context.plan.activations
-    tensors = [nbytes for of_layer in work.swapped_nbytes.values() for nbytes in of_layer]
-    tensors *= plan.group_size * context.num_groups_in_flight
-    factor = sum(tensors) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
+    number = plan.group_size * context.num_groups_in_flight
+    factor = number * sum(map(sum, work.swapped_nbytes.values())) // (_MAX_ACTIVATION_SLOTS * pool.slot_nbytes)
     if factor <= 1:
-        return context
+        return context, work
     slot_nbytes = factor * pool.slot_nbytes
-    needed = sum(-(-nbytes // slot_nbytes) for nbytes in tensors)
+    swapped = {block: [-(-sum(each) // len(each))] * len(each) for block, each in work.swapped_nbytes.items()}
+    needed = number * sum(-(-nbytes // slot_nbytes) for of_layer in swapped.values() for nbytes in of_layer)
     share = plan.num_ssd_activations / (plan.num_host_activations + plan.num_ssd_activations)
     num_ssd = math.ceil(needed * share)
     num_staged = plan.num_staged_activations // slots_of_part(plan.num_staged_activations, max(1, len(context.ssds)))
     activations = replace(pool, slot_nbytes=slot_nbytes, num_slots=needed - num_ssd + num_staged)
     changed = replace(plan, activations=activations, num_ssd_activations=num_ssd, num_staged_activations=num_staged)
-    return replace(context, plan=changed)
+    return replace(context, plan=changed), replace(work, swapped_nbytes=swapped)
 
 
 def _spec_of(solution: Solution) -> JobCore:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from windlass.actors.messages import Phase, SpanKind, WorkSpan
@@ -15,6 +15,9 @@ from windlass.storage.priority_queue import PriorityQueue
 
 # Share of a piece: a shorter rest of a transfer counts as nothing, because times are sums with rounding errors.
 _ROUNDING = 1e-6
+
+# Begins a piece of work of so many seconds. Its events, and the seconds that must pass, are waited for in order.
+Spend = Callable[[float], Iterable[Future | float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ class Log:
 class Resource:
     """A resource that does one thing after the other, in the order of the requests."""
 
-    def __init__(self, log: Log, name: str, spend: Callable[[float], Process] | None = None) -> None:
+    def __init__(self, log: Log, name: str, spend: Spend | None = None) -> None:
         """`spend(duration_s)` lets the time of a piece of work pass; None: the log's."""
         self._log = log
         self._clock = log.clock
@@ -209,12 +212,12 @@ class Ssd:
         log: Log,
         name: str,
         cpu_s_per_byte: float = 0.0,
-        in_memory: Callable[[float, float], Process] | None = None,
+        in_memory: Callable[[float, float], tuple[Future, ...]] | None = None,
     ) -> None:
         """`cpu_s_per_byte`: time of shared cores for each byte moved.
 
-        `in_memory(duration_s, bytes_per_s)`: lets the time pass that a transfer takes in the host's memory; None: the
-        memory is fast enough for all.
+        `in_memory(duration_s, bytes_per_s)`: begins the same transfer at the host's memory, and returns its end; None:
+        the memory is fast enough for all.
         """
         self._in_memory = in_memory
         self._log = log
@@ -271,8 +274,7 @@ class Ssd:
             if moving.cpu_s:
                 self._clock.process(self._log.spend(moving.cpu_s))
             if self._in_memory is not None and moving.left_s:
-                in_memory = self._in_memory(moving.left_s, moving.nbytes / moving.left_s)
-                moving.in_memory = self._clock.process(in_memory)
+                (moving.in_memory,) = self._in_memory(moving.left_s, moving.nbytes / moving.left_s)
         self._end_after(moving.left_s, is_whole=True)
 
     def _cut_short(self, moving: _Transfer) -> None:

@@ -47,7 +47,8 @@ class Option:
     buffered_nbytes: tuple[float, ...] = ()  # added to each buffer, beside `nbytes`; (): nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Groups and bounds are compared as objects, because many programs share them, and their numbers take long to hash.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockGroup:
     """A number of equal blocks, each of which uses one of the options."""
 
@@ -55,7 +56,7 @@ class BlockGroup:
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
     """A lower bound of the step time: `constant_s` and the weighted sum of the parts."""
 

@@ -326,7 +326,7 @@ def _smallest_program(base: StepCosts) -> Program:
 
 
 def _least_penalty(base: StepCosts) -> float:
-    return min(map(penalty, kinds_of(base)))
+    return penalty(next(kinds_of(base)))  # the largest buffers save least, and have most slots
 
 
 def _never_fits(program: Program) -> bool:

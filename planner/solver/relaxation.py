@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.planner.solver.highs import InaccurateError, LinearProgram, minimize
-from windlass.planner.solver.integer_program import SPARE_WEIGHT, BlockGroup, Buffer, Program
+from windlass.planner.solver.integer_program import SPARE_WEIGHT, BlockGroup, Bound, Buffer, Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +33,31 @@ class _Options:
     nbytes: "np.ndarray"
     movable: "np.ndarray"
     buffered: "np.ndarray"
+    most_buffered: tuple[float, ...]  # the bytes in each buffer, if as many as possible are there
 
 
 @functools.lru_cache(maxsize=256)
 def _options_of(blocks: tuple[BlockGroup, ...], num_buffers: int) -> _Options:
     options = [option for group in blocks for option in group.options]
     nothing = (0.0,) * num_buffers
+    counts = np.array([group.count for group in blocks], dtype=float)
+    starts = np.cumsum([0, *(len(group.options) for group in blocks[:-1])])
+    buffered = np.array([option.buffered_nbytes or nothing for option in options]).reshape(len(options), num_buffers)
     return _Options(
-        counts=np.array([group.count for group in blocks], dtype=float),
-        starts=np.cumsum([0, *(len(group.options) for group in blocks[:-1])]),
+        counts=counts,
+        starts=starts,
         seconds=np.array([option.seconds for option in options]),
         nbytes=np.array([option.nbytes for option in options]),
         movable=np.array([option.movable_nbytes for option in options]),
-        buffered=np.array([option.buffered_nbytes or nothing for option in options]).reshape(len(options), num_buffers),
+        buffered=buffered,
+        most_buffered=tuple((counts @ np.maximum.reduceat(buffered, starts, axis=0)).tolist()),
     )
 
 
 def least_cost(program: Program) -> float:
     """Returns a lower bound of a program's value that ignores its limits."""
     options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program)
+    weights, constants = _bounds_of(program.bounds)
     spare = _spare_weights(program)
     by_bound = np.minimum.reduceat(options.seconds @ weights.T, options.starts, axis=0)  # (groups, bounds)
     work_s = np.minimum.reduceat(options.seconds @ spare, options.starts)
@@ -64,7 +69,7 @@ def least_cost(program: Program) -> float:
 def priced_cost(program: Program, prices: Prices) -> float:
     """Returns a lower bound of a program's value from prices of another program with the same kinds of bounds."""
     options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program)
+    weights, constants = _bounds_of(program.bounds)
     per_second = prices.bounds @ weights + _spare_weights(program)  # of each part
     costs = options.seconds @ per_second + _with_buffers(program, options) @ prices.tiers
     if (overflow := program.overflow) is not None:
@@ -80,7 +85,7 @@ def priced_cost(program: Program, prices: Prices) -> float:
 def relaxed(program: Program) -> tuple[float, Prices] | None:
     """Returns a lower bound of the program's value, with its prices. Returns None if nothing fits."""
     options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program)
+    weights, constants = _bounds_of(program.bounds)
     seconds, free = np.array(program.seconds), np.array(program.limits) - np.array(program.nbytes)
     num_options, num_bounds, num_tiers = len(options.seconds), len(weights), len(program.limits)
     units = np.maximum(np.maximum(program.limits, program.nbytes), 1.0)  # HiGHS compares with limited precision
@@ -124,11 +129,9 @@ def relaxed(program: Program) -> tuple[float, Prices] | None:
     return max(priced_cost(program, prices), least_cost(program)), prices
 
 
-def _bounds_of(program: Program) -> "tuple[np.ndarray, np.ndarray]":
-    return (
-        np.array([bound.weights for bound in program.bounds]),
-        np.array([bound.constant_s for bound in program.bounds]),
-    )
+@functools.lru_cache(maxsize=256)
+def _bounds_of(bounds: tuple[Bound, ...]) -> "tuple[np.ndarray, np.ndarray]":
+    return np.array([bound.weights for bound in bounds]), np.array([bound.constant_s for bound in bounds])
 
 
 def _spare_weights(program: Program) -> "np.ndarray":
@@ -141,14 +144,13 @@ def _with_buffers(program: Program, options: _Options) -> "np.ndarray":
     """Returns the bytes of options, with the least share of their bytes in buffers that these take in any case."""
     nbytes = options.nbytes
     for index, buffer in enumerate(program.buffers):
-        share = _least_share(options, index, buffer)
+        share = _least_share(options.most_buffered[index], buffer)
         if share:
             nbytes = nbytes.copy()
             nbytes[:, buffer.tier] += share * options.buffered[:, index]
     return nbytes
 
 
-def _least_share(options: _Options, index: int, buffer: Buffer) -> float:
-    """Returns the share of all buffered bytes that a buffer takes, if as many as possible are there."""
-    most = float(options.counts @ np.maximum.reduceat(options.buffered[:, index], options.starts))
+def _least_share(most: float, buffer: Buffer) -> float:
+    """Returns the share of all buffered bytes that a buffer takes, if as many as possible (`most`) are there."""
     return min(1.0, buffer.most_nbytes / most) if most else 0.0

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -325,7 +326,8 @@ def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -
         else:
             gone = [placement.activations[block - 1] for block in kind.blocks]
             ways = [way.choice for way in kind.activations]
-        counts.append(tuple(gone.count(way) for way in ways))
+        number = Counter(gone)
+        counts.append(tuple(number[way] for way in ways))
         if sum(counts[-1]) < len(kind.blocks):
             raise ValueError(f"blocks {kind.blocks} go ways that were not among those that the planner chooses from")
     return Assignment(counts=tuple(counts), moved_nbytes=costs.job.num_ranks * placement.ssd_activation_nbytes)

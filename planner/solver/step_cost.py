@@ -7,6 +7,7 @@ needed first, so updates overlap only with the next step's forward pass. Then th
 Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource); AutoHete, equations 1 to 6.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -107,6 +108,13 @@ class PlannedJob:
     def known(self) -> dict[Any, Any]:
         """Parts of cost models that several plans share, so that they are computed once; see `StepCosts`."""
         return {}
+
+    @cached_property
+    def blocks_of_own_size(self) -> frozenset[int]:
+        """The blocks of which no other one has the same size."""
+        numels = [block.numel for block in self.model.blocks]
+        number = Counter(numels)
+        return frozenset(block for block, numel in enumerate(numels) if number[numel] == 1)
 
     @property
     def num_microbatches(self) -> int:
@@ -215,18 +223,16 @@ class StepCosts:
     streams_grads: bool = False
     num_passing_blocks: int | None = None
     depths: QueueDepths = field(default_factory=QueueDepths)
+    # Parts of the cost model that depend on the group size, what streams and what spills only.
+    _shared: dict[object, Any] = field(init=False, repr=False, compare=False)
 
-    def _once_known(self, what: str, compute: Callable[[], _Any]) -> _Any:
-        """Returns a part of the cost model that depends on the group size, what streams and what spills only."""
-        return self._known((what, self.speeds, self.group_size, self.streams, self.streams_grads, self.spills), compute)
+    def __post_init__(self) -> None:
+        key = (self.speeds, self.group_size, self.streams, self.streams_grads, self.spills)
+        object.__setattr__(self, "_shared", self.job.known.setdefault(key, {}))
 
-    def _known(self, key: object, compute: Callable[[], _Any]) -> _Any:
-        """Returns what is computed once for the job. `key` has all else that it depends on."""
-        known = self.job.known
-        if key not in known:
-            known[key] = compute()
-        value: _Any = known[key]
-        return value
+    def _once_known(self, what: object, compute: Callable[[], _Any]) -> _Any:
+        """Returns a part of `_shared`. `what` names it, with all else that it depends on."""
+        return _known(self._shared, what, compute)
 
     @property
     def saver_of_device_memory(self) -> tuple[bool, bool, int]:
@@ -311,23 +317,22 @@ class StepCosts:
 
     def program(self, kinds: list[Kind]) -> Program:
         """Builds the integer program."""
-        return replace(self.program_without_buffers(kinds), nbytes=self._always_nbytes())
+        return self._program(kinds, self._always_nbytes())
 
     def program_without_buffers(self, kinds: list[Kind]) -> Program:
         """Builds the integer program as if the job's buffers took no memory."""
-        of_bounds = f"bounds, {self.num_grad_buffers}, {self.depths.states}, {self.num_passing_blocks}"
+        return self._program(kinds, (0.0,) * len(MemoryTier))
+
+    def _program(self, kinds: list[Kind], nbytes: tuple[float, ...]) -> Program:
+        of_bounds = "bounds", self.num_grad_buffers, self.depths.states, self.num_passing_blocks
         return Program(
             blocks=self._once_known("blocks", lambda: tuple(self._block_group(kind) for kind in kinds)),
             seconds=self._once_known("seconds", lambda: self._seconds(dict(self._always()))),
-            nbytes=(0.0,) * len(MemoryTier),
-            limits=tuple(self.limits.by_tier.values()),
+            nbytes=nbytes,
+            limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
             bounds=self._once_known(of_bounds, lambda: tuple(self._bounds())),
             uncounted_parts=(Part.HOST_MEMORY,),
-            overflow=Overflow(
-                source=TIER_INDEX[MemoryTier.HOST], target=TIER_INDEX[MemoryTier.SSD], seconds=self._overflow_seconds()
-            )
-            if self.overflows
-            else None,
+            overflow=self._once_known("overflow", self._overflow) if self.overflows else None,
             buffers=(
                 Buffer(tier=TIER_INDEX[MemoryTier.DEVICE], most_nbytes=self._most_leaving_nbytes()),
                 Buffer(tier=TIER_INDEX[MemoryTier.HOST], most_nbytes=self._transit_nbytes),
@@ -350,7 +355,7 @@ class StepCosts:
             return BlockGroup(count=len(kind.blocks), options=options)
         # They do not depend on what streams or spills.
         key = ("activations", self.speeds, self.group_size, kind.blocks[0])
-        return self._known(key, lambda: self._activation_group(kind))
+        return _known(self.job.known, key, lambda: self._activation_group(kind))
 
     def _activation_group(self, kind: Kind) -> BlockGroup:
         layer = self.job.model.layers[kind.blocks[0] - 1]
@@ -467,8 +472,7 @@ class StepCosts:
         where all operations of a step find its params. Of other blocks, those in the buffers at the turns of a pass are
         fetched once less (`BlockBuffers`). That depends on the order in which blocks are placed, so it is not counted.
         """
-        numels = [other.numel for other in self.job.model.blocks]
-        if block not in self.streamed_blocks and numels.count(numels[block]) == 1:
+        if block not in self.streamed_blocks and block in self.job.blocks_of_own_size:
             return 1, 0
         is_head = block == len(self.job.model.layers) + 1
         return self.num_rounds, 0 if is_head else self.num_rounds
@@ -547,7 +551,7 @@ class StepCosts:
 
     def _always_nbytes(self) -> tuple[float, ...]:
         depths = self.depths.params, self.depths.states, self.depths.staged_activations
-        of_host = f"host, {depths}, {self.overflows}, {self.num_passing_blocks}"
+        of_host = "host", depths, self.overflows, self.num_passing_blocks
         host, ssd = self._once_known(of_host, self._count_always_on_host)
         device = self._always_on_device() + self.job.left_out_nbytes(self)
         return (device, host + self.num_devices_in_host * device, ssd)
@@ -591,7 +595,7 @@ class StepCosts:
 
     def _always_on_device(self) -> float:
         """Returns the bytes of the device's buffers and of the largest operation."""
-        return self._once_known(f"device, {self.num_grad_buffers}", self._count_always_on_device)
+        return self._once_known(("device", self.num_grad_buffers), self._count_always_on_device)
 
     def _count_always_on_device(self) -> float:
         job, model = self.job, self.job.model
@@ -663,17 +667,17 @@ class StepCosts:
         moved_nbytes = 2 * self.job.model.size_share * work.nbytes
         return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
-    def _overflow_seconds(self) -> tuple[float, ...]:
+    def _overflow(self) -> Overflow:
         # The program moves the activations of all GPU workers, which are those of the rounds in flight.
         num_held = self.job.num_ranks * self.job.num_groups_in_flight
         share = self.num_groups / num_held * self.job.model.size_share
-        return self._seconds(
-            {
-                Part.SSD_FORWARD: share / self.speeds.write_bytes,
-                Part.SSD_BACKWARD: share / self.speeds.read_bytes,
-                Part.HOST_MEMORY: 2 * share / self.speeds.host_memory_bytes,
-            }
-        )
+        seconds = {
+            Part.SSD_FORWARD: share / self.speeds.write_bytes,
+            Part.SSD_BACKWARD: share / self.speeds.read_bytes,
+            Part.HOST_MEMORY: 2 * share / self.speeds.host_memory_bytes,
+        }
+        source, target = TIER_INDEX[MemoryTier.HOST], TIER_INDEX[MemoryTier.SSD]
+        return Overflow(source=source, target=target, seconds=self._seconds(seconds))
 
     @staticmethod
     def _seconds(seconds: dict[Part, float]) -> tuple[float, ...]:
@@ -739,3 +743,11 @@ class StepCosts:
             Part.SSD_UPDATE: self.speeds.num_ssds / num_slots,
             Part.OPTIMIZER: self.job.num_optimizers / num_slots,
         }
+
+
+def _known(known: dict[object, Any], key: object, compute: Callable[[], _Any]) -> _Any:
+    """Returns a value that is computed once."""
+    if key not in known:
+        known[key] = compute()
+    value: _Any = known[key]
+    return value

@@ -12,5 +12,6 @@ from windlass.planner.stages.job_stages import plan_stages as plan_stages
 from windlass.planner.stages.stages_plan import StagePlan as StagePlan
 from windlass.planner.stages.stages_plan import StagesPlan as StagesPlan
 from windlass.planner.stages.stages_report import StagesReport as StagesReport
+from windlass.planner.stages.stages_request import PairRate as PairRate
 from windlass.planner.stages.stages_request import RequestedBox as RequestedBox
 from windlass.planner.stages.stages_request import StagesRequest as StagesRequest

@@ -45,24 +45,29 @@ class BoxKind:
 class Rounds:
     """The division of a step into rounds, which all boxes have in common."""
 
-    num_ranks: int  # GPUs of each box
+    num_ranks: int  # GPUs of each box; a box with fewer uses all that it has
     num_microbatches: int
     group_size: int  # micro-batches that a GPU computes together
 
     @property
     def number(self) -> int:
-        """The number of groups that the first GPU of a box computes in a step."""
+        """The number of groups that the first GPU of a box with most GPUs computes in a step."""
         return -(-self.num_microbatches // (self.group_size * self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run of a model's blocks, those from `first` on, before `stop`: stage `stage` of `num_stages`."""
+    """A run of a model's blocks, those from `first` on, before `stop`: stage `stage` of as many as `ranks` has."""
 
     first: int
     stop: int
     stage: int
-    num_stages: int
+    ranks: tuple[int, ...]  # GPUs of each box
+
+    @property
+    def num_stages(self) -> int:
+        """The number of boxes."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +138,19 @@ class BoxPlans:
             solution = solve_counted(self.question_of(rounds), job, self.profiles, below=below * _MOST_COST)
         except DoesNotFitError:
             return None
-        return BoxPlan(solution=solution, times=times_of(solution))
+        return BoxPlan(solution=solution, times=times_of(solution, rounds))
+
+    def num_ranks(self, rounds: Rounds) -> int:
+        """Returns the number of GPUs that such a box uses."""
+        return min(rounds.num_ranks, self.kind.question.num_ranks)
 
     def question_of(self, rounds: Rounds) -> PlanQuestion:
         """Returns the question with the number of GPUs."""
-        return replace(self.kind.question, num_ranks=rounds.num_ranks, chooses_ranks=False)
+        return replace(self.kind.question, num_ranks=self.num_ranks(rounds), chooses_ranks=False)
 
     def job(self, rounds: Rounds) -> PlannedJob:
         """Returns the job with all blocks on one box."""
-        key = rounds.num_ranks, rounds.num_microbatches
+        key = self.num_ranks(rounds), rounds.num_microbatches
         if key not in self._jobs:
             job = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
             self._jobs[key] = replace(job, spills=self.spills)
@@ -200,13 +209,15 @@ class BoxPlans:
     @staticmethod
     def _num_groups_in_flight(run: Run, rounds: Rounds) -> int:
         """Returns the number of a GPU's groups whose activations are on the device at once."""
-        return num_groups_ahead(run.stage, run.num_stages, rounds.number)
+        num_groups = -(-rounds.num_microbatches // rounds.group_size)
+        return num_groups_ahead(run.stage, run.ranks, num_groups)
 
 
-def times_of(solution: Solution) -> StageTimes:
+def times_of(solution: Solution, rounds: Rounds) -> StageTimes:
     """Returns the times of a stage, by the bounds of its box's step.
 
-    The bounds without what is done once a step are the time of all passes. It is divided evenly over rounds.
+    The bounds without what is done once a step are the time of all passes. It is divided evenly over the job's rounds,
+    which are those of the boxes with most GPUs.
     """
     costs, seconds = solution.costs, solution.seconds
     bounds = costs.program_without_buffers(costs.kinds()).bounds
@@ -218,14 +229,15 @@ def times_of(solution: Solution) -> StageTimes:
         for weights in updates_of(order, costs.slots_of_updates())
     )
     # Updates end before the first round's head, whose forward and backward pass are one operation.
+    num_rounds = rounds.number
     head_s = costs.num_successive * sum(costs.compute_s(costs.job.model.head))
     beside_s = seconds[Part.FORWARD] - head_s
     if not order.keeps_grads:
         beside_s += seconds[Part.BACKWARD]
     return StageTimes(
-        round_s=passes_s / costs.num_rounds,
-        computed_s=(seconds[Part.FORWARD] + seconds[Part.BACKWARD]) / costs.num_rounds,
-        beside_updates_s=beside_s / costs.num_rounds if order.overlaps_steps else 0.0,
+        round_s=passes_s / num_rounds,
+        computed_s=(seconds[Part.FORWARD] + seconds[Part.BACKWARD]) / num_rounds,
+        beside_updates_s=beside_s / num_rounds if order.overlaps_steps else 0.0,
         updates_s=updates_s,
         first_update_s=seconds[Part.FIRST_UPDATE],
         alone_s=solution.step_s,

@@ -14,7 +14,7 @@ from windlass.planner.solver import DoesNotFitError, group_sizes
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
 from windlass.planner.stages.lacking import lacks_with_all
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
-from windlass.planner.stages.predicted import simulated_step_s
+from windlass.planner.stages.predicted import fastest_by_simulation
 from windlass.planner.stages.splits import PlannedStages, Splitter
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
@@ -27,6 +27,10 @@ _MOST_ORDERS = 24
 # Maximum number of choices of boxes to compare, if a job is to have some of them, and to plan.
 _MOST_COMPARED = 64
 _MOST_PLANNED = 32
+# Plans whose step is at most so many times that of the best one are near it, and at most so many are kept. The formula
+# and simulations differ by as much.
+_NEAR = 1.1
+_MOST_NEAR = 2
 
 # Kinds of boxes, each with the number of its boxes.
 Choice = Sequence[tuple[BoxPlans, int]]
@@ -40,7 +44,7 @@ def plans_over_boxes(kinds: Sequence[BoxKind]) -> list[StagesReport]:
     """Returns the best plan for each choice of boxes, the fastest first; of equally fast ones, that with fewest boxes.
 
     A choice is a number of each kind, up to all of them. Choices with which the job does not fit are left out. Plans
-    are chosen by the formula of `Pipeline`. Their times are then simulated, where that takes a few seconds.
+    are searched by the formula of `Pipeline`. The best few are then simulated, where that takes a few seconds.
 
     Raises:
         StagesError: there are several boxes, and the rate of a network card is not known, or the model cannot be
@@ -86,11 +90,16 @@ def _unmeasured(boxes: Sequence[BoxPlans]) -> list[BoxPlans]:
 
 
 def best_plans(
-    boxes: Sequence[BoxPlans], *, numbers: Collection[int] | None = None, simulates: bool = False
+    boxes: Sequence[BoxPlans],
+    *,
+    numbers: Collection[int] | None = None,
+    simulates: bool = False,
+    most_events: int | None = None,
 ) -> list[StagesReport]:
     """Does the same as `plans_over_boxes`, and keeps the plans of single boxes for further calls.
 
-    `numbers`: of boxes to plan; None: all. `simulates`: the times are simulated.
+    `numbers`: of boxes to plan; None: all. `simulates`: the times are simulated, if a step has no more than
+    `most_events` (None: as many as take seconds).
     """
     if sum(each.kind.number for each in boxes) > 1:
         _check(boxes, 1)  # choices of more boxes than layers are left out
@@ -99,10 +108,11 @@ def best_plans(
         chosen = [(each, number) for each, number in zip(boxes, choice, strict=True) if number]
         if not chosen or (numbers is not None and sum(choice) not in numbers):
             continue
-        best = _best_of(chosen, found[-1].rounds if found else None) if sum(choice) > 1 else _best_of_one(chosen[0][0])
+        best = _best_of(chosen, found[-1].rounds if found else None)
         if best is not None:
             found.append(best)
-    reports = [report_of_stages(each, simulated_step_s(each) if simulates else None) for each in found]
+    told = (fastest_by_simulation(each, most_events=most_events) if simulates else (each, None) for each in found)
+    reports = [report_of_stages(planned, simulated_s) for planned, simulated_s in told]
     return sorted(reports, key=lambda each: (each.step_s, len(each.boxes)))
 
 
@@ -114,6 +124,8 @@ def choices_of(boxes: Sequence[BoxPlans], number: int) -> list[Choice]:
     Raises:
         StagesError: as `plans_over_boxes`, or there are more boxes than layers.
     """
+    if number == 1:
+        return [[(boxes[0], 1)]]
     _check(boxes, number)
     choices = []
     for numbers in itertools.islice(_numbers_of(boxes, number), _MOST_COMPARED):
@@ -185,7 +197,7 @@ def _best_of_one(box: BoxPlans) -> PlannedStages | None:
             rounds = Rounds(
                 num_ranks=num_ranks, num_microbatches=job.num_microbatches, group_size=solution.costs.group_size
             )
-            times = times_of(solution)
+            times = times_of(solution, rounds)
             best = PlannedStages(
                 boxes=(box,),
                 rounds=rounds,
@@ -204,6 +216,8 @@ def _best_of(
     `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
     box of the first kind comes first. `below`: only plans with a shorter step count.
     """
+    if sum(number for _, number in chosen) == 1:
+        return _best_of_one(chosen[0][0])
     best = search_free(chosen, likely, leads=leads, below=below)
     if best is None or agree(best.plans):
         return best
@@ -219,6 +233,7 @@ def _best_of(
 def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: float = math.inf) -> PlannedStages | None:
     """Does the same as `_best_of`, for boxes that need not agree."""
     best: PlannedStages | None = None
+    found: list[PlannedStages] = []
     for bound, rounds in _rounds_by_bound(chosen, likely):
         for sequence in orders_of_boxes(chosen, leads=leads):
             below = below if best is None else (1 - _WORTH) * best.step_s
@@ -234,7 +249,28 @@ def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: fl
             is_same = best is not None and all(one is other for one, other in zip(best.boxes, sequence, strict=True))
             known = best.division if best is not None and is_same else None
             best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
-    return None if best is None else best.with_own_blocks()
+            found += splitter.planned
+    own = None if best is None else best.with_own_blocks()
+    return None if own is None else replace(own, near=_near(own, found))
+
+
+def _near(best: PlannedStages, found: Sequence[PlannedStages]) -> tuple[PlannedStages, ...]:
+    """Returns the plans of those found whose steps are nearly as short as the best one, the shortest first."""
+    near = list[PlannedStages]()
+    known = {_choice_of(best)}
+    for planned in sorted(found, key=lambda each: each.step_s):
+        if planned.step_s > _NEAR * best.step_s or len(near) == _MOST_NEAR:
+            break
+        if (choice := _choice_of(planned)) not in known:
+            known.add(choice)
+            own = planned.with_own_blocks()
+            near += [] if own is None else [own]
+    return tuple(near)
+
+
+def _choice_of(planned: PlannedStages) -> object:
+    """Returns what two plans of a search differ in."""
+    return tuple(map(id, planned.boxes)), planned.rounds, planned.division
 
 
 def orders_of_boxes(chosen: Choice, *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:
@@ -261,9 +297,9 @@ def _rounds_by_bound(chosen: Choice, likely: Rounds | None) -> list[tuple[float,
 
 
 def _numbers_of_gpus(boxes: Sequence[BoxPlans]) -> Iterator[int]:
-    """Yields the numbers of GPUs of each box to try."""
+    """Yields the numbers of GPUs of each box to try. A box with fewer uses all of its own."""
     question = boxes[0].kind.question
-    most = min(each.kind.question.num_ranks for each in boxes)
+    most = max(each.kind.question.num_ranks for each in boxes)
     number = None if question.chooses_microbatches else question.training.num_microbatches
     if question.chooses_ranks:
         yield from numbers_of_gpus(most, number)

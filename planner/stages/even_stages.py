@@ -19,7 +19,8 @@ def even_stages(request: StagesRequest, layout: ModelLayout, notes: Sequence[str
     """
     division = even_division([block.numel for block in layout.blocks], len(request.boxes))
     rounds = rounds_without_plan(request)
-    runs = [run_of(division, box) for box in range(len(division))]
+    ranks = (rounds.num_ranks,) * len(division)
+    runs = [run_of(division, box, ranks) for box in range(len(division))]
     return StagesPlan(
         num_ranks=rounds.num_ranks,
         num_microbatches=rounds.num_microbatches,

@@ -1,9 +1,13 @@
-"""Plans a job over several boxes, as the service asks for it."""
+"""Plans a job over boxes, as the service asks for it."""
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from windlass.actors.timeline import keep_step
 from windlass.amounts import GB, GIB
 from windlass.engine.data import DatasetError
 from windlass.engine.model import ModelLayout
@@ -16,7 +20,7 @@ from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Run
 from windlass.planner.stages.box_search import best_of_choices, check_division, choices_of
 from windlass.planner.stages.even_stages import even_stages
 from windlass.planner.stages.lacking import Lack, lacks_with_all
-from windlass.planner.stages.predicted import simulated_step_s
+from windlass.planner.stages.predicted import fastest_by_simulation, simulated_timeline
 from windlass.planner.stages.splits import PlannedStages
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.planner.stages.stages_report import report_of_box
@@ -26,6 +30,8 @@ from windlass.planner.stages.stages_request import RequestedBox, StagesRequest
 ASSUMED_NETWORK_BYTES_PER_S = 125e6
 # Boxes whose free space on SSDs differs by at most this share are planned as equal, with the least of them.
 _ALIKE_SHARE = 1 / 16
+# The same for rates of network cards: measurements of equal ones differ by as much.
+_ALIKE_NETWORK_SHARE = 1 / 4
 # Bytes of SSD for each param that are more than a job's states and gradients ever need.
 _ENOUGH_NBYTES_OF_PARAM = 64
 _LEAST_CAPACITY_GIB = 1.0  # that a profile may have
@@ -35,12 +41,15 @@ class StagesDoNotFitError(Exception):
     """The job does not fit the boxes. The message says which box lacks what."""
 
 
-def plan_stages(request: StagesRequest, kept_shapes: KeptShapes | None = None) -> StagesPlan:
+def plan_stages(
+    request: StagesRequest, kept_shapes: KeptShapes | None = None, timeline_dir: Path | None = None
+) -> StagesPlan:
     """Plans a job over the boxes of the request, the first of which gets the first blocks.
 
-    If the job is to have some of them, they are those with the shortest step by prediction. If there are too few boxes
-    that were measured, or the model cannot be planned by shapes alone, the plan is that of `even_stages`.
-    `kept_shapes`: of earlier plans in this process.
+    If the job is to have some of them, they are those with the shortest step by prediction. If it is to have one, that
+    is the first. If there are too few boxes that were measured, or the model cannot be planned by shapes alone, the
+    plan is that of `even_stages`. `kept_shapes`: of earlier plans in this process. `timeline_dir`: a folder for the
+    timeline of a simulated step. It is made if the plan's step can be simulated.
 
     Raises:
         StagesDoNotFitError: the boxes have too little memory.
@@ -48,7 +57,8 @@ def plan_stages(request: StagesRequest, kept_shapes: KeptShapes | None = None) -
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
     """
     layout = ModelLayout.from_json(request.layout_file.read_text())
-    check_division(layout, request.number, 1 if request.chooses_ranks else request.num_ranks)
+    if request.number > 1:
+        check_division(layout, request.number, 1 if request.chooses_ranks else request.num_ranks)
     first, *others = request.boxes
     measured = tuple(box for box in request.boxes if box.hardware is not None)
     if first.hardware is None or len(measured) < request.number:
@@ -58,22 +68,30 @@ def plan_stages(request: StagesRequest, kept_shapes: KeptShapes | None = None) -
         unmeasured = [box.name for box in request.boxes if box.hardware is None]
         are = "was not measured" if len(unmeasured) == 1 else "were not measured"
         why = f"{' and '.join(unmeasured)} {are}: run `windlass doctor` there for a plan by its rates"
-        return even_stages(request, layout, [f"the layers are divided evenly, because {why}"])
+        return _without_times(request, layout, why)
     try:
-        return _planned(replace(request, boxes=measured, num_boxes=request.number), layout, kept_shapes or KeptShapes())
+        request_measured = replace(request, boxes=measured, num_boxes=request.number)
+        return _planned(request_measured, layout, kept_shapes or KeptShapes(), timeline_dir)
     except (DatasetError, RuntimeError, MemoryError) as error:
         # For example, operators whose output shapes depend on the data.
         why = f"no plan could be made: {type(error).__name__}: {error}"
         request = replace(request, boxes=measured[: request.number], num_boxes=None)
-        return even_stages(request, layout, [f"the layers are divided evenly, because {why}"])
+        return _without_times(request, layout, why)
 
 
-def _planned(request: StagesRequest, layout: ModelLayout, kept_shapes: KeptShapes) -> StagesPlan:
+def _without_times(request: StagesRequest, layout: ModelLayout, why: str) -> StagesPlan:
+    without = "the layers are divided evenly" if request.number > 1 else "the job goes on without a new plan"
+    return even_stages(request, layout, [f"{without}, because {why}"])
+
+
+def _planned(
+    request: StagesRequest, layout: ModelLayout, kept_shapes: KeptShapes, timeline_dir: Path | None
+) -> StagesPlan:
     enough_nbytes = _ENOUGH_NBYTES_OF_PARAM * sum(block.numel for block in layout.blocks)
-    groups, config = _equal_boxes(request.boxes, enough_nbytes), FolderConfig.read(request.model_dir)
+    groups, config = _equal_boxes(request, enough_nbytes), FolderConfig.read(request.model_dir)
     boxes = []
     for group in groups:
-        hardware = _with_network(request, _with_room(group))
+        hardware = _with_network(request, group, _with_room(group))
         question = replace(question_of(request.on(group[0], hardware), config), kept_shapes=kept_shapes)
         kind = BoxKind(name=group[0].name, number=len(group), question=question)
         boxes.append(BoxPlans(kind=kind, profiles=Profiles(question)))
@@ -90,21 +108,55 @@ def _planned(request: StagesRequest, layout: ModelLayout, kept_shapes: KeptShape
         of_kinds = {group[0].name: group for group in groups}
         names = [box.name for plans, number in choices[0] for box in of_kinds[plans.kind.name][:number]]
         raise StagesDoNotFitError(_lacks_in_words(least, names, is_closest=len(choices) > 1))
+    near = tuple(_over_their_network(each, request, groups) for each in planned.near)
+    planned = replace(_over_their_network(planned, request, groups), near=near)
+    planned, simulated_s = fastest_by_simulation(planned)
+    step_s = planned.step_s if simulated_s is None else simulated_s
+    in_order = _boxes_of(planned, groups)
+    if timeline_dir is not None and simulated_s is not None:
+        timeline = simulated_timeline(planned, [box.name for box in in_order])
+        if timeline is not None:
+            keep_step(timeline_dir, timeline)
+    return _plan_of(planned, in_order, step_s=step_s, notes=_notes(request, in_order))
+
+
+def _boxes_of(planned: PlannedStages, groups: Sequence[Sequence[RequestedBox]]) -> list[RequestedBox]:
+    """Returns the boxes of a plan in the order of their blocks."""
     left = {group[0].name: deque(group) for group in groups}
-    in_order = [left[plans.kind.name].popleft() for plans in planned.boxes]
-    return _plan_of(planned, in_order, notes=_notes(request))
+    return [left[plans.kind.name].popleft() for plans in planned.boxes]
 
 
-def _equal_boxes(boxes: Sequence[RequestedBox], enough_nbytes: int) -> list[list[RequestedBox]]:
+def _over_their_network(
+    planned: PlannedStages, request: StagesRequest, groups: Sequence[Sequence[RequestedBox]]
+) -> PlannedStages:
+    """Returns a plan whose network is that between its own boxes, as far as it was measured."""
+    names = [box.name for box in _boxes_of(planned, groups)]
+    ways = list(itertools.pairwise(names))
+    if planned.pipeline.shared_params_nbytes:
+        ways.append((names[0], names[-1]))
+    rates = {way: rate for way in ways if (rate := request.rate_between(*way)) is not None}
+    cards = tuple(
+        min((rate for way, rate in rates.items() if name in way), default=assumed)
+        for name, assumed in zip(names, planned.pipeline.network_bytes, strict=True)
+    )
+    return replace(planned, pipeline=replace(planned.pipeline, network_bytes=cards))
+
+
+def _equal_boxes(request: StagesRequest, enough_nbytes: int) -> list[list[RequestedBox]]:
     """Groups boxes that share plans. The first group begins with the first box.
 
-    They differ in their names only, and in the space on their SSDs if it is nearly the same, or more than enough.
+    They differ in their names only, and in the space on their SSDs if it is nearly the same, or more than enough. The
+    rates of their network cards are nearly the same.
     """
     groups: list[list[RequestedBox]] = []
-    for box in boxes:
+    for box in request.boxes:
         for group in groups:
-            if replace(group[0], name=box.name, ssd_nbytes=box.ssd_nbytes) == box and _alike(
-                group[0].ssd_nbytes, box.ssd_nbytes, enough_nbytes
+            first = group[0]
+            rates = request.rate_of(first.name), request.rate_of(box.name)
+            if (
+                replace(first, name=box.name, ssd_nbytes=box.ssd_nbytes) == box
+                and _alike(first.ssd_nbytes, box.ssd_nbytes, enough=enough_nbytes, share=_ALIKE_SHARE)
+                and _alike(*rates, enough=math.inf, share=_ALIKE_NETWORK_SHARE)
             ):
                 group.append(box)
                 break
@@ -113,12 +165,15 @@ def _equal_boxes(boxes: Sequence[RequestedBox], enough_nbytes: int) -> list[list
     return groups
 
 
-def _alike(one: int | None, other: int | None, enough: int) -> bool:
-    """Returns whether boxes with so much space on their SSDs share plans. None: as their equal hardware says."""
+def _alike(one: float | None, other: float | None, *, enough: float, share: float) -> bool:
+    """Returns whether boxes with such facts share plans. None: as their equal hardware says.
+
+    The facts differ by at most this share, or are enough.
+    """
     if one is None or other is None:
         return one is other
     least, most = sorted((one, other))
-    return least >= enough or most <= (1 + _ALIKE_SHARE) * least
+    return least >= enough or most <= (1 + share) * least
 
 
 def _with_room(group: Sequence[RequestedBox]) -> Hardware:
@@ -131,39 +186,45 @@ def _with_room(group: Sequence[RequestedBox]) -> Hardware:
     return with_part(hardware, ssds=with_part(hardware.ssds, capacity_gib=capacity_gib))
 
 
-def _with_network(request: StagesRequest, hardware: Hardware) -> Hardware:
-    rate = request.network_bytes_per_s
+def _with_network(request: StagesRequest, group: Sequence[RequestedBox], hardware: Hardware) -> Hardware:
+    """Returns the hardware of equal boxes with the rate of their slowest network card."""
+    rates = (request.rate_of(box.name) for box in group)
+    rate = min((rate for rate in rates if rate is not None), default=None)
     if rate is None and hardware.network_gb_per_s is not None:
         return hardware
     return hardware.model_copy(update={"network_gb_per_s": (rate or ASSUMED_NETWORK_BYTES_PER_S) / GB})
 
 
-def _notes(request: StagesRequest) -> list[str]:
-    assumes = request.network_bytes_per_s is None and any(
-        box.hardware is not None and box.hardware.network_gb_per_s is None for box in request.boxes
+def _notes(request: StagesRequest, boxes: Sequence[RequestedBox]) -> list[str]:
+    """Tells what was assumed. `boxes`: those of the plan."""
+    assumes = len(boxes) > 1 and any(
+        request.rate_of(box.name) is None and box.hardware is not None and box.hardware.network_gb_per_s is None
+        for box in boxes
     )
     rate = 8 * ASSUMED_NETWORK_BYTES_PER_S / 1e9
     return [f"the rate of the network between the boxes is not known; {rate:g} Gbit/s are assumed"] if assumes else []
 
 
-def _plan_of(planned: PlannedStages, boxes: Sequence[RequestedBox], *, notes: Sequence[str]) -> StagesPlan:
+def _plan_of(
+    planned: PlannedStages, boxes: Sequence[RequestedBox], *, step_s: float, notes: Sequence[str]
+) -> StagesPlan:
     # All boxes commit at once. A box without states in memory commits as seldom as those with some.
     commit_every = max(plan.solution.plan.commit_every for plan in planned.plans)
     return StagesPlan(
         num_ranks=planned.rounds.num_ranks,
         num_microbatches=planned.rounds.num_microbatches,
         update_order=planned.plans[0].solution.costs.job.update_order,
-        step_s=simulated_step_s(planned) or planned.step_s,
+        step_s=step_s,
         stages=tuple(
-            _stage_of(box, run, plan, commit_every)
+            _stage_of(box, run, plan, commit_every, most_ranks=planned.rounds.num_ranks)
             for box, run, plan in zip(boxes, planned.runs, planned.plans, strict=True)
         ),
         notes=tuple(notes),
     )
 
 
-def _stage_of(box: RequestedBox, run: Run, plan: BoxPlan, commit_every: int) -> StagePlan:
-    solution = plan.solution
+def _stage_of(box: RequestedBox, run: Run, plan: BoxPlan, commit_every: int, *, most_ranks: int) -> StagePlan:
+    solution, num_ranks = plan.solution, run.ranks[run.stage]
     as_job = JobPlan(
         report=report_of_box(plan),
         placement=replace(solution.placement, commit_every=commit_every),
@@ -180,6 +241,7 @@ def _stage_of(box: RequestedBox, run: Run, plan: BoxPlan, commit_every: int) -> 
         arena_nbytes=as_job.arena_nbytes,
         planned_device_nbytes=as_job.planned_device_nbytes,
         peak_gib=dict(as_job.report.peak_gib or {}),
+        num_ranks=None if num_ranks == most_ranks else num_ranks,
     )
 
 

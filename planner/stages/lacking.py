@@ -15,7 +15,7 @@ from windlass.planner.feasibility import (
 from windlass.planner.solver import largest
 from windlass.planner.stages.box_plans import BoxPlans, Rounds, Run
 from windlass.planner.stages.even_stages import even_division
-from windlass.planner.stages.splits import Division, run_of, run_with
+from windlass.planner.stages.splits import Division, ranks_of, run_of, run_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,11 @@ def lacks_of(boxes: Sequence[BoxPlans], even: Division) -> list[Lack]:
     `even`: a division that counts all boxes as equal. The rounds are those for which the boxes would lack least then.
     Empty: each box has room for its layers, although no plan was found.
     """
-    num_boxes, num_layers = len(boxes), sum(even)
+    num_layers = sum(even)
     rounds = min(_rounds_that_save(boxes[0]), key=lambda each: sum(lack.nbytes for lack in _lacking(boxes, even, each)))
-    most = [_most_layers(plans, box, num_boxes, num_layers, rounds) for box, plans in enumerate(boxes)]
-    left, extra = divmod(max(0, num_layers - sum(most)), num_boxes)
+    ranks = ranks_of(boxes, rounds)
+    most = [_most_layers(plans, box, ranks, num_layers, rounds) for box, plans in enumerate(boxes)]
+    left, extra = divmod(max(0, num_layers - sum(most)), len(boxes))
     if not left and not extra:
         return []
     full = tuple(number + left + (box < extra) for box, number in enumerate(most))
@@ -69,18 +70,19 @@ def _rounds_that_save(boxes: BoxPlans) -> Iterator[Rounds]:
             yield Rounds(num_ranks=question.num_ranks, num_microbatches=number, group_size=size)
 
 
-def _most_layers(plans: BoxPlans, box: int, num_boxes: int, num_layers: int, rounds: Rounds) -> int:
+def _most_layers(plans: BoxPlans, box: int, ranks: tuple[int, ...], num_layers: int, rounds: Rounds) -> int:
     """Returns the most layers for which a box has room, in its place among the boxes."""
 
     def has_room(number: int) -> bool:
-        return _has_room(plans, run_with(number, box, num_boxes=num_boxes, num_layers=num_layers), rounds)
+        return _has_room(plans, run_with(number, box, ranks, num_layers=num_layers), rounds)
 
-    return largest(has_room, most=num_layers - num_boxes + 1)
+    return largest(has_room, most=num_layers - len(ranks) + 1)
 
 
 def _lacking(boxes: Sequence[BoxPlans], division: Division, rounds: Rounds) -> list[Lack]:
     """Returns what boxes lack for their parts of a division."""
-    runs = [(box, plans, run_of(division, box)) for box, plans in enumerate(boxes)]
+    ranks = ranks_of(boxes, rounds)
+    runs = [(box, plans, run_of(division, box, ranks)) for box, plans in enumerate(boxes)]
     return [
         Lack(box=box, run=run, shortfall=shortfall_of(plans.question_of(rounds), _least_memory(plans, run, rounds)))
         for box, plans, run in runs

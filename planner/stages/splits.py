@@ -29,6 +29,7 @@ class PlannedStages:
     division: Division
     plans: tuple[BoxPlan, ...]
     pipeline: Pipeline
+    near: "tuple[PlannedStages, ...]" = ()  # other plans of the same boxes whose steps are nearly as short
 
     @property
     def step_s(self) -> float:
@@ -38,7 +39,12 @@ class PlannedStages:
     @property
     def runs(self) -> tuple[Run, ...]:
         """The blocks of each box."""
-        return tuple(run_of(self.division, box) for box in range(len(self.division)))
+        return tuple(run_of(self.division, box, self.ranks) for box in range(len(self.division)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of GPUs of each box."""
+        return ranks_of(self.boxes, self.rounds)
 
     def with_own_blocks(self) -> "PlannedStages | None":
         """Returns the same division, in which the plan of each box names its own blocks. None: a box has no such plan.
@@ -52,20 +58,28 @@ class PlannedStages:
         return replace(self, plans=plans, pipeline=replace(self.pipeline, stages=tuple(plan.times for plan in plans)))
 
 
-def run_of(division: Division, box: int) -> Run:
-    """Returns the blocks of a box. The first box has the embedding, too, and the last one the head."""
+def ranks_of(boxes: Sequence[BoxPlans], rounds: Rounds) -> tuple[int, ...]:
+    """Returns the number of GPUs that each box uses."""
+    return tuple(box.num_ranks(rounds) for box in boxes)
+
+
+def run_of(division: Division, box: int, ranks: tuple[int, ...]) -> Run:
+    """Returns the blocks of a box. The first box has the embedding, too, and the last one the head.
+
+    `ranks`: the number of GPUs of each box.
+    """
     first, last = 1 + sum(division[:box]), len(division) - 1
     stop = first + division[box]
-    return Run(first=0 if box == 0 else first, stop=stop + 1 if box == last else stop, stage=box, num_stages=last + 1)
+    return Run(first=0 if box == 0 else first, stop=stop + 1 if box == last else stop, stage=box, ranks=ranks)
 
 
-def run_with(number: int, box: int, *, num_boxes: int, num_layers: int) -> Run:
-    """Returns a run of so many layers for a box, which has this place among the boxes."""
+def run_with(number: int, box: int, ranks: tuple[int, ...], *, num_layers: int) -> Run:
+    """Returns a run of so many layers for a box, which has this place among the boxes. `ranks`: see `run_of`."""
     # The others' numbers do not matter, only that they add up.
-    division = [0] * num_boxes
+    division = [0] * len(ranks)
     division[box] = number
     division[box - 1] += num_layers - number
-    return run_of(tuple(division), box)
+    return run_of(tuple(division), box, ranks)
 
 
 def planned_stages(
@@ -77,7 +91,7 @@ def planned_stages(
     """
     plans = []
     for index, box in enumerate(boxes):
-        plan = box.of(run_of(division, index), rounds, below=below)
+        plan = box.of(run_of(division, index, ranks_of(boxes, rounds)), rounds, below=below)
         if plan is None:
             return None
         plans.append(plan)
@@ -123,6 +137,7 @@ class Splitter:
     work_s: tuple[float, ...]
     pipeline: Pipeline
     below: float = math.inf
+    planned: list[PlannedStages] = field(default_factory=list)  # all divisions for which each box has a plan
     _known: list[dict[int, StageTimes]] = field(default_factory=list)  # for each box, by number of layers
     _too_many: list[int] = field(default_factory=list)  # for each box, the fewest layers for which there is no plan
 
@@ -145,6 +160,7 @@ class Splitter:
             if self._plan(division, finds_most=known is None, worth=worth_refining):
                 planned = planned_stages(self.boxes, self.rounds, division, self.pipeline, below=self.below)
                 assert planned is not None, "each box has a plan"
+                self.planned.append(planned)
                 if best is None or planned.step_s < best.step_s:
                     best = planned
                 division = self._fastest_from(division)
@@ -157,6 +173,10 @@ class Splitter:
     @cached_property
     def _model(self) -> ModelProfile:
         return self.boxes[0].job(self.rounds).model
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        return ranks_of(self.boxes, self.rounds)
 
     @property
     def _num_layers(self) -> int:
@@ -177,11 +197,11 @@ class Splitter:
             if number not in self._known[box]:
                 plan = None
                 if number < self._too_many[box]:
-                    plan = self.boxes[box].of(run_of(division, box), self.rounds, below=self.below)
+                    plan = self.boxes[box].of(run_of(division, box, self._ranks), self.rounds, below=self.below)
                 if plan is None:
                     self._too_many[box] = min(number, self._too_many[box])
                     if finds_most and len(division) > 1:
-                        self._find_most(box, len(division))
+                        self._find_most(box)
                     return False
                 self._known[box][number] = plan.times
             # The times of boxes that follow are not known yet. They count as if memory were no limit.
@@ -189,12 +209,12 @@ class Splitter:
                 return False
         return True
 
-    def _find_most(self, box: int, num_boxes: int) -> None:
+    def _find_most(self, box: int) -> None:
         """Searches the most layers for which a box has a plan, and notes its times with them."""
         fits = max(self._known[box], default=0)
         while self._too_many[box] - fits > 1:
             number = (fits + self._too_many[box]) // 2
-            run = run_with(number, box, num_boxes=num_boxes, num_layers=self._num_layers)
+            run = run_with(number, box, self._ranks, num_layers=self._num_layers)
             plan = self.boxes[box].of(run, self.rounds, below=self.below)
             if plan is None:
                 self._too_many[box] = number

@@ -1,4 +1,4 @@
-"""The plan of one job over several boxes as one value, with its JSON: the planner's answer to a StagesRequest."""
+"""The plan of one job over its boxes as one value, with its JSON: the planner's answer to a StagesRequest."""
 
 import json
 import math
@@ -28,6 +28,7 @@ class StagePlan:
     arena_nbytes: int | None = None  # exact size of the arena; None: the engine chooses it when the job starts
     planned_device_nbytes: int | None = None  # peak device memory; None: it is counted when the job starts
     peak_gib: dict[str, float]  # by tier, as in a PlanReport; empty: not known
+    num_ranks: int | None = None  # GPU workers of the box, if they are fewer than the plan's
 
     @property
     def stage(self) -> Stage:
@@ -37,23 +38,24 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesPlan:
-    """The plan of a job over several boxes, in the order of their blocks."""
+    """The plan of a job over its boxes, in the order of their blocks. With one stage, one box has all of them."""
 
     # The plan of a newer version has more fields, which must not be ignored.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    num_ranks: int  # GPU workers of each box
+    num_ranks: int  # GPU workers of each box whose stage has no other number
     num_microbatches: int
     update_order: UpdateOrder
     step_s: float | None  # by the cost model; None: not known
     stages: tuple[StagePlan, ...]
     notes: tuple[str, ...] = ()  # for the user: what was assumed
     layout_epoch: int = 0  # of the job's divisions: those that replace an earlier one have higher ones
+    from_attempt: int = 0  # the first attempt that trains in this division, if it replaces an earlier one
 
     def __post_init__(self) -> None:
         """Refuses plans that no job can have."""
-        if len(self.stages) < 2:
-            raise ValueError(f"a plan over several boxes has two stages at least, not {len(self.stages)}")
+        if not self.stages:
+            raise ValueError("a plan over boxes has one stage at least")
         boxes = [stage.box for stage in self.stages]
         if len(set(boxes)) < len(boxes):
             raise ValueError(f"each box of a job has one stage, and these have: {', '.join(boxes)}")
@@ -61,11 +63,15 @@ class StagesPlan:
         sizes = {stage.placement.group_size for stage in self.stages}
         if len(sizes) > 1 or None in sizes:
             raise ValueError(f"all boxes compute groups of one known size, not of {sizes}")
-        numbers = [self.num_ranks, self.num_microbatches, self.group_size]
+        numbers = [*self.ranks, self.num_microbatches, self.group_size]
         if min(numbers) < 1 or any(stage.num_optimizers < 1 for stage in self.stages):
             raise ValueError(f"a plan has one GPU, micro-batch, group and optimizer at least, not {numbers}")
-        if self.layout_epoch < 0:
-            raise ValueError(f"layout_epoch is {self.layout_epoch}; it must be 0 or more")
+        if max(self.ranks) != self.num_ranks:
+            raise ValueError(f"num_ranks is {self.num_ranks}; it must be that of a box with most GPUs, of {self.ranks}")
+        if self.layout_epoch < 0 or self.from_attempt < 0:
+            raise ValueError(
+                f"layout_epoch and from_attempt must be 0 or more, not {self.layout_epoch} and {self.from_attempt}"
+            )
         if self.step_s is not None and not 0 < self.step_s < math.inf:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 and finite, or None")
 
@@ -82,6 +88,8 @@ class StagesPlan:
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
         values: dict[str, Any] = _PLAN.dump_python(self, mode="json")
+        if not self.from_attempt:
+            del values["from_attempt"]  # so that plans of releases that lack it keep their bytes, and so their digests
         return values
 
     @property
@@ -92,9 +100,29 @@ class StagesPlan:
         return size
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of GPU workers of each box."""
+        return tuple(self.num_ranks if stage.num_ranks is None else stage.num_ranks for stage in self.stages)
+
+    @property
     def num_rounds(self) -> int:
-        """The number of groups that the first GPU worker of a box computes in a step."""
+        """The number of groups that the first GPU worker of a box with most of them computes in a step."""
         return -(-self.num_microbatches // (self.group_size * self.num_ranks))
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the model, with the embedding and the head."""
+        return self.stages[-1].stop_block
+
+    @property
+    def is_over_several(self) -> bool:
+        """True if the job has more than one box."""
+        return len(self.stages) > 1
+
+    @property
+    def boxes(self) -> tuple[str, ...]:
+        """The names of the boxes, in the order of their blocks."""
+        return tuple(stage.box for stage in self.stages)
 
     @property
     def engine_stages(self) -> tuple[Stage, ...]:

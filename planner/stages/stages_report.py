@@ -31,6 +31,7 @@ class BoxReport:
     first_block: int  # block 0 is the embedding, the last one of the model is the head
     last_block: int
     num_layers: int
+    gpus: int
     alone_s: float  # of a step of these blocks, if the box waited for no other
     busy_s: dict[str, float]  # by resource
     peak_gib: dict[str, float]  # by tier, with the memory of processes, the driver and its allocator
@@ -46,7 +47,7 @@ class StagesReport:
     tokens_per_s: float
     bound_by: str
     waiting_share: float  # of a step, in which the busiest box waits
-    gpus: int  # of each box
+    gpus: int  # of a box with most of them
     num_microbatches: int
     group_size: int
     num_rounds: int
@@ -95,6 +96,7 @@ def _report_of_box(name: str, run: Run, plan: BoxPlan) -> BoxReport:
         first_block=run.first,
         last_block=run.stop - 1,
         num_layers=plan.solution.costs.job.model.num_own_layers,
+        gpus=plan.solution.costs.job.num_ranks,
         alone_s=plan.times.alone_s,
         busy_s=plan.solution.busy_s,
         peak_gib=report.peak_gib,

@@ -33,9 +33,8 @@ from windlass.service.cli.service import Home
 from windlass.service.cli.step_timeline import boxes_in_words, print_trace
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import RequestRefusedError, ServiceClient, Settings, load_settings, open_client
-from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import ApiError, did_you_mean, model_dir, models_in, near_names
-from windlass.storage.ids import Precision, StatePrecision
+from windlass.storage.ids import HEAD_NAME, Precision, StatePrecision
 
 _NUMBER = re.compile(r"[-+]?[0-9]+([.][0-9]*)?")
 
@@ -109,18 +108,18 @@ def submit(
             _await_checks(client, job_id)
 
 
-def _parse_boxes(text: str | None) -> int | list[str] | None:
+def _parse_boxes(text: str | None, *, least: int = 2) -> int | list[str] | None:
     """Returns a number of boxes, or their names. Raises CommandError if it is neither."""
     if text is None:
         return None
     if text.isdecimal():
         return int(text)
     if _NUMBER.fullmatch(text):
-        raise CommandError(f"--boxes: {text} is no number of boxes; give 2 or more, or names such as head,attic")
+        raise CommandError(f"--boxes: {text} is no number of boxes; give {least} or more, or names such as head,attic")
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise CommandError(f"--boxes: a name is empty in {text!r}; give names such as head,attic")
-    if len(names) == 1:
+    if len(names) < least:
         raise CommandError(f"--boxes: {text} is one box; name all, such as head,{text}, or give --box {text}")
     return names
 
@@ -289,14 +288,14 @@ def resume(
     boxes: Annotated[
         str | None,
         typer.Option(
-            help="Boxes of a job over several from now on: their number, or names such as head,attic. Its states are "
-            "moved first. As before without it."
+            help="Boxes of the job from now on: their number, 1 for the head's own, or names such as head,attic. Its "
+            "states are moved first. As before without it."
         ),
     ] = None,
     home: Home = None,
 ) -> None:
     """Queue a paused job again; --gpus and --boxes give it others, with the same results."""
-    asked = _parse_boxes(boxes)
+    asked = _parse_boxes(boxes, least=1)
     with client_for_job(home, job) as client:
         found = client.resume(job, gpus=gpus, boxes=asked)
     print(f"job {job} is {found['status']}")

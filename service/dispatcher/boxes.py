@@ -21,12 +21,12 @@ from windlass.service.dispatcher.placement import (
     demand_by,
 )
 from windlass.service.installation import Settings, node_of
-from windlass.service.jobs import BoxKind, PlanNumbers, plan_numbers, settings_of, stages_of
-from windlass.service.machine.fleet import HEAD_NAME
+from windlass.service.jobs import BoxKind, PlanNumbers, is_over_boxes, plan_numbers, settings_of, stages_of
 from windlass.service.validation import WindlassSettings
+from windlass.storage.ids import HEAD_NAME
 from windlass.storage.sql import Box, Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import BoxState as BoxRowState
-from windlass.storage.sql.repositories import PartState
+from windlass.storage.sql.repositories import PartState, is_reserved
 
 # Boxes that a reason for waiting names; the others are counted.
 _MAX_NAMED = 4
@@ -173,8 +173,8 @@ class Boxes:
     # --- jobs over several boxes -------------------------------------------------------------------------------------
 
     def is_over_several(self, job: Job) -> bool:
-        """Returns whether a job asks for several boxes. On a joined box itself, no job does."""
-        return job.windlass.get("boxes") is not None  # its other settings may be unreadable
+        """Returns whether a job is handled as one over several boxes. On a joined box itself, no job is."""
+        return is_over_boxes(job)
 
     def parts_of(self, job_id: str) -> Sequence[JobPart]:
         """Returns the parts of a job that other boxes have or get, by position."""
@@ -258,7 +258,7 @@ class Boxes:
                 return f"box {box.name} has not heard of the end of attempt {job.attempt} yet", True
             if part.port is None:
                 why = f": {part.told}" if part.told else ""
-                return f"box {box.name} has told no port for other boxes yet{why}", False
+                return f"box {box.name} has told no port for other boxes yet{why}", not part.told
         return None, False
 
     def why_no_part(self, box: JoinedBox) -> str | None:
@@ -271,18 +271,20 @@ class Boxes:
         return None if has_told else "has not told its address for other boxes"
 
     def pools_of(self, job: Job, boxes: Sequence[JoinedBox]) -> Sequence[Sequence[JoinedBox]]:
-        """Returns the boxes of which the plan of a job may choose its other ones: `boxes`, if it asks for them by name.
+        """Returns the boxes of which the plan of a job may choose its other ones.
 
-        Else they are first those on which no job is, and, if it fits none of these, all that are open.
+        If it asks for boxes by name, or for one, they are `boxes`. Else they are first those on which no job is, and,
+        if it fits none of these, all that are open.
         """
-        if isinstance(self._settings_of(job).boxes, list):
+        asked = self._settings_of(job).boxes
+        if isinstance(asked, list) or asked == 1:
             return [boxes]
         taken, fit = self._taken_by_others(job), self._boxes_for_parts(job)
         free = [box for box in fit if box in boxes or not (box.holders or box.spread or box.name in taken)]
         return [free] if len(free) == len(fit) else [free, fit]
 
     def wanted_of(self, job: Job, parts: Sequence[JobPart]) -> tuple[int | Sequence[str], Sequence[JoinedBox] | str]:
-        """Returns the boxes that a job with parts asks for, and those of which a new plan for it may choose its others.
+        """Returns the boxes that a job with states asks for, and those of which a new plan may choose its others.
 
         The latter may be the reason why there is none.
         """
@@ -347,8 +349,13 @@ class Boxes:
     def _reserved_for(self, box: JoinedBox) -> int | None:
         """Returns the priority of the job over several boxes for which a box begins no other job, or None."""
         parts = (part for parts in self._fleet.parts.values() for part in parts if part.node == box.node)
-        jobs = (self._fleet.divided.get(part.job_id) for part in parts if part.attempt > part.served)
-        return min((job.priority for job in jobs if job is not None and job.status in _HOLDING), default=None)
+        jobs = ((self._fleet.divided.get(part.job_id), part) for part in parts)
+        held = (
+            job.priority
+            for job, part in jobs
+            if job is not None and ((job.status in _HOLDING and part.attempt > part.served) or is_reserved(job, part))
+        )
+        return min(held, default=None)
 
     def _whole_holder(self, job: Job, box: JoinedBox, may_leave_now: Callable[[Job], bool]) -> Holder:
         """Returns a job over several boxes that holds all of a box."""

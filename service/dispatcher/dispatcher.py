@@ -61,11 +61,15 @@ from windlass.service.jobs import (
     build_job_spec,
     expected_pace,
     gpus_of,
+    is_over_boxes,
     job_dir,
+    layout_epoch_on_one_box,
     load_plan,
+    move_in_words,
     plan_for_gpus,
     seconds_left,
     shown_gpus_of,
+    stages_of,
     why_it_waits_for_room,
 )
 from windlass.service.machine.fleet import PartLink, read_hold
@@ -303,7 +307,11 @@ class Dispatcher:
             self._note_room_needed(job, records)
             self._report_full_disk(job)
         else:
-            self._explain_room(job, why_it_waits_for_room(self._settings, job))
+            if (moving := move_in_words(self._settings, job)) is None:
+                self._explain_room(job, why_it_waits_for_room(self._settings, job))
+            elif moving != job.waiting_reason:  # without an event, because the runner writes some
+                with self._database.write() as session:
+                    JobRepository(session).set_fields(job.id, seen=job, waiting_reason=moving)
             # Not kept if an error occurred above, because unimported records must be read again.
             attempt.reader = reader
 
@@ -434,7 +442,8 @@ class Dispatcher:
         verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         planned = {each.job.id for each in verdicts if each.is_ready and each.keeps_boxes}
-        self._spread.drop(keep=planned | {each.job.id for each in verdicts if self._queue.boxes.parts_of(each.job.id)})
+        divided = {each.job.id for each in verdicts if is_over_boxes(each.job) and self._has_division(each.job)}
+        self._spread.drop(keep=planned | divided)
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
@@ -491,11 +500,15 @@ class Dispatcher:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
+    def _has_division(self, job: Job) -> bool:
+        """Returns whether boxes have blocks of a job. On one box, it has begun."""
+        return bool(job.attempt or self._queue.boxes.parts_of(job.id))
+
     def _execute_over_boxes(self, verdict: Verdict, boxes: Sequence[JoinedBox]) -> None:
         """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
         job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
         begins = verdict.is_ready and verdict.decision.begins
-        asked = self._queue.boxes.wanted_of(job, parts) if parts else None
+        asked = self._queue.boxes.wanted_of(job, parts) if self._has_division(job) else None
         if asked is not None and (reason := self._spread.redivide(job, parts, *asked)) is not None:
             self._spread.reserve(job, parts, is_wanted=False)
             if reason:
@@ -539,13 +552,15 @@ class Dispatcher:
         attempt, fields, message = Attempt(last + 1), JobFields(), ""
         if plan is not None:
             plan, fields, message = plan_for_gpus(self._settings, job, plan, gpus)
+        division = None if over is None else stages_of(self._settings, job.id)
+        moves = over is not None and over[1][0].move is not None
         with self._database.write() as session:
-            pace = expected_pace(plan, EventRepository(session).last_paced_step(job.id))
-            left_s = seconds_left(pace, job)
+            pace = expected_pace(plan or division, EventRepository(session).last_paced_step(job.id))
+            left_s = None if moves else seconds_left(pace, job)  # how long a move takes is not known
             fields |= {
                 "attempt": attempt,
                 "estimated_finish": None if left_s is None else time.time() + left_s,
-                "finish_is_measured": pace is not None and pace.is_measured,
+                "finish_is_measured": left_s is not None and pace is not None and pace.is_measured,
             }
             claimed = JobRepository(session).transition(
                 job.id,
@@ -564,7 +579,8 @@ class Dispatcher:
         self._watches[job.id].attempt = AttemptWatch(attempt=attempt)
         try:
             if over is None:
-                self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace))
+                epoch = layout_epoch_on_one_box(self._settings, job.id)
+                self._runners.start(build_job_spec(self._settings, self._resources, claimed, plan, pace, epoch))
             else:
                 self._spread.start(claimed, over[1])
         except Exception as error:  # noqa: BLE001  # any error here is this job's error

@@ -109,7 +109,7 @@ class JobWatch:
     preparing: PreparationWatch = field(default_factory=PreparationWatch)
     queued: QueueWatch = field(default_factory=QueueWatch)
     attempt: AttemptWatch | None = None  # the last attempt, if it has begun; None: there is none, or its space is freed
-    # With the number of its plan, and its GPUs as its request has them.
+    # With the number of its plan, and its GPUs and boxes as its request has them.
     demands: tuple[tuple[int, object], PlannedDemands] | None = None
     # Of the plan with this number: the seconds of a step here, if known, and whether it fits this box.
     here: tuple[int, float | None, bool] | None = None

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import event
@@ -16,6 +17,8 @@ from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.data import output_dir
 from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import (
+    fields_on_one_box,
+    is_for_several,
     journal_path,
     keep_plan,
     keep_stages,
@@ -173,15 +176,13 @@ def handle_loss(settings: Settings, session: Session, job: Job, reason: str) -> 
 
 
 def _end_attempt(
-    session: Session, job: Job, message: str, *, level: str, num_lost: int, plan_number: int | None = None
+    session: Session, job: Job, message: str, *, level: str, num_lost: int, changes: JobFields | None = None
 ) -> None:
     """Ends the attempt but not the job. The next attempt goes ahead of jobs of its priority that have not begun.
 
-    A job that is to pause becomes paused.
+    A job that is to pause becomes paused. `changes`: of other fields of its row, which else stay as they are now.
     """
-    fields: JobFields = {"estimated_finish": None, "num_lost": num_lost}
-    if plan_number is not None:  # else keep the row's plan, which may have changed meanwhile
-        fields["plan_number"] = plan_number
+    fields: JobFields = {**(changes or {}), "estimated_finish": None, "num_lost": num_lost}
     target = JobStatus.PAUSED if job.status is JobStatus.PAUSING else JobStatus.QUEUED
     _change(session, job, target, message, level=level, **fields)
 
@@ -211,7 +212,7 @@ def _fall_back(settings: Settings, session: Session, job: Job, reason: str, num_
     about = {"measured": True, "from_attempt": job.attempt + 1}
     number = keep_plan(settings, job, before.model_copy(update=about))
     message = f"Attempt {job.attempt} failed: {reason}; going on by the plan before, from the last committed step"
-    _end_attempt(session, job, message, level="warn", num_lost=num_lost, plan_number=number)
+    _end_attempt(session, job, message, level="warn", num_lost=num_lost, changes={"plan_number": number})
     return True
 
 
@@ -259,11 +260,11 @@ def _go_on_after_move(settings: Settings, session: Session, job: Job) -> None:
     """Puts the new division into force, to which an attempt has moved the job's states."""
     after = next_stages_of(settings, job.id)
     if after is not None:  # else it is in force already, and this process was killed then
-        keep_stages(settings, job.id, after)
+        keep_stages(settings, job.id, replace(after, from_attempt=job.attempt + 1))
     plan = stages_of(settings, job.id)
     if plan is None:
         raise ValueError("the job's plan over its boxes cannot be read")
-    positions = {stage.box: position for position, stage in enumerate(plan.stages)}
+    positions = {box: position for position, box in enumerate(plan.boxes)}
     parts, boxes = PartRepository(session), BoxRepository(session)
     for part in parts.of_job(job.id):
         box = boxes.by_node(part.node)
@@ -271,8 +272,14 @@ def _go_on_after_move(settings: Settings, session: Session, job: Job) -> None:
     if JobRepository(session).get(job.id).cancel_requested:
         cancel_job(session, job)
         return
-    message = f"Goes on over the boxes {', '.join(positions)}, which have its states now"
-    _end_attempt(session, job, message, level="info", num_lost=0)
+    changes: JobFields = {}
+    if plan.is_over_several:
+        message = f"Goes on over the boxes {', '.join(plan.boxes)}, which have its states now"
+    else:
+        message = f"Goes on on box {plan.boxes[0]}, which has all of its states now"
+        if not is_for_several(job):  # else its owner has changed the boxes since, and its states move again
+            changes = fields_on_one_box(settings, job, plan)
+    _end_attempt(session, job, message, level="info", num_lost=0, changes=changes)
 
 
 def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None:

@@ -25,7 +25,6 @@ from windlass.service.jobs import (
     resolve_settings,
 )
 from windlass.service.machine import measured_hardware
-from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.preparation import (
     CHECK_MODEL,
     PLAN_JOB,
@@ -43,6 +42,7 @@ from windlass.service.preparation import (
 from windlass.service.preparation.sandbox import LimitedProcess
 from windlass.service.validation import model_dir, told_jobs_beside
 from windlass.storage.files import sync_path, sync_tree
+from windlass.storage.ids import HEAD_NAME
 from windlass.storage.sql import Database, Job, JobStatus
 from windlass.storage.sql.repositories import EventRepository, FileRepository, JobRepository
 

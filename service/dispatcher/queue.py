@@ -37,9 +37,8 @@ from windlass.service.dispatcher.placement import (
 )
 from windlass.service.installation import Settings, about, needs_room
 from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds, plan_for_here
-from windlass.service.machine.fleet import HEAD_NAME
 from windlass.service.validation import count_text, told_jobs_beside
-from windlass.storage.ids import Attempt
+from windlass.storage.ids import HEAD_NAME, Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
 from windlass.storage.sql.repositories import JobRepository
@@ -351,7 +350,7 @@ class JobQueue:
         return demands.of(self._num_gpus(job) or demands.preferred)
 
     def _demands(self, job: Job) -> PlannedDemands:
-        watch, key = self._watches[job.id], (job.plan_number, job.windlass.get("gpus"))
+        watch, key = self._watches[job.id], (job.plan_number, (job.windlass.get("gpus"), job.windlass.get("boxes")))
         if watch.demands is None or watch.demands[0] != key:
             watch.demands = (key, self._read_demands(job))
         return watch.demands[1]

@@ -189,7 +189,7 @@ class ServiceClient:
     ) -> dict[str, Any]:
         """Queues a paused job again. None: as before.
 
-        `gpus`: its number of GPUs from now on, or "auto". `boxes`: of a job over several boxes, their number or names.
+        `gpus`: its number of GPUs from now on, or "auto". `boxes`: their number or names, the head among them.
         """
         changes = {name: value for name, value in (("gpus", gpus), ("boxes", boxes)) if value is not None}
         body = {"json": {"windlass": changes}} if changes else {}

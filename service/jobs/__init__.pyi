@@ -22,6 +22,7 @@ from windlass.service.jobs.plan_files import NoPlanForGpusError as NoPlanForGpus
 from windlass.service.jobs.plan_files import expected_pace as expected_pace
 from windlass.service.jobs.plan_files import has_plan as has_plan
 from windlass.service.jobs.plan_files import keep_plan as keep_plan
+from windlass.service.jobs.plan_files import keep_plan_request as keep_plan_request
 from windlass.service.jobs.plan_files import load_plan as load_plan
 from windlass.service.jobs.plan_files import load_plan_request as load_plan_request
 from windlass.service.jobs.plan_files import plan_for_gpus as plan_for_gpus
@@ -37,6 +38,8 @@ from windlass.service.jobs.spec_builder import ARENA_DIR as ARENA_DIR
 from windlass.service.jobs.spec_builder import build_job_spec as build_job_spec
 from windlass.service.jobs.spec_builder import chooses_gpus as chooses_gpus
 from windlass.service.jobs.spec_builder import gpus_of as gpus_of
+from windlass.service.jobs.spec_builder import is_for_several as is_for_several
+from windlass.service.jobs.spec_builder import is_over_boxes as is_over_boxes
 from windlass.service.jobs.spec_builder import job_dir as job_dir
 from windlass.service.jobs.spec_builder import journal_path as journal_path
 from windlass.service.jobs.spec_builder import plan_bounds as plan_bounds
@@ -51,13 +54,19 @@ from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear
 from windlass.service.jobs.stage_plans import STAGES_FILE as STAGES_FILE
 from windlass.service.jobs.stage_plans import build_move_spec as build_move_spec
 from windlass.service.jobs.stage_plans import build_stage_spec as build_stage_spec
+from windlass.service.jobs.stage_plans import division_of as division_of
 from windlass.service.jobs.stage_plans import fields_of_stages as fields_of_stages
+from windlass.service.jobs.stage_plans import fields_on_one_box as fields_on_one_box
 from windlass.service.jobs.stage_plans import forget_next_stages as forget_next_stages
 from windlass.service.jobs.stage_plans import is_moved as is_moved
 from windlass.service.jobs.stage_plans import keep_next_stages as keep_next_stages
 from windlass.service.jobs.stage_plans import keep_stages as keep_stages
+from windlass.service.jobs.stage_plans import keep_told_stages as keep_told_stages
+from windlass.service.jobs.stage_plans import layout_epoch_on_one_box as layout_epoch_on_one_box
+from windlass.service.jobs.stage_plans import move_in_words as move_in_words
 from windlass.service.jobs.stage_plans import next_stages_of as next_stages_of
 from windlass.service.jobs.stage_plans import stages_digest as stages_digest
 from windlass.service.jobs.stage_plans import stages_of as stages_of
 from windlass.service.jobs.stage_plans import stages_of_answer as stages_of_answer
 from windlass.service.jobs.stage_plans import stages_request as stages_request
+from windlass.service.jobs.stage_plans import told_stages as told_stages

@@ -13,10 +13,12 @@ from pathlib import Path
 from windlass.actors.job import Pace, pace_of_metrics
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.question import JobPlan, PlanRequest, fewest_of_fastest
+from windlass.planner.stages import StagesPlan
 from windlass.service.installation import Settings
 from windlass.service.jobs.spec_builder import (
     chooses_gpus,
     dataset_dir,
+    is_over_boxes,
     job_dir,
     kept_times_dir,
     training_config_of,
@@ -59,12 +61,22 @@ class NoPlanForGpusError(Exception):
 
 
 def load_plan(settings: Settings, job: Job) -> JobPlan | None:
-    """Returns the current plan, or None if none was made. Raises ValueError if a field has a wrong value."""
+    """Returns the current plan of a job on one box, or None if none was made, or if the job is over several boxes.
+
+    Raises ValueError if a field has a wrong value.
+    """
+    return None if is_over_boxes(job) else load_plan_on_one_box(settings, job)
+
+
+def load_plan_on_one_box(settings: Settings, job: Job) -> JobPlan | None:
+    """Returns the plan by which a job has last run on one box, None without one. Raises as `load_plan`."""
     return _load(_path(settings, job, job.plan_number))
 
 
 def has_plan(settings: Settings, job: Job) -> bool:
     """Returns whether the job has a plan. Lists ask it of many jobs, so the file is read only if it has changed."""
+    if is_over_boxes(job):
+        return False
     path = _path(settings, job, job.plan_number)
     try:
         changed_ns = path.stat().st_mtime_ns
@@ -82,7 +94,9 @@ def _holds_plan(path: Path, _changed_ns: int) -> bool:
 
 
 def plans_of(settings: Settings, job: Job) -> Sequence[JobPlan]:
-    """Returns all plans of the job, the current one last; none if one has a wrong value."""
+    """Returns all plans of a job on one box, the current one last; none if one has a wrong value."""
+    if is_over_boxes(job):
+        return []
     try:
         plans = [_load(_path(settings, job, number)) for number in range(job.plan_number + 1)]
     except ValueError:
@@ -150,6 +164,13 @@ def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
     return request if plan is None else request.with_inputs(plan.changed_inputs)
 
 
+def keep_plan_request(settings: Settings, job: Job, request: PlanRequest) -> None:
+    """Stores the request for plans of a job that comes to one box, unless it has one. Raises OSError."""
+    path = job_dir(settings, job.id) / "prepare" / QUESTION_FILE
+    if not path.exists():
+        write_durably(path, json.dumps(request.to_json()))
+
+
 @functools.lru_cache(maxsize=1024)
 def _warn_once(path: Path, why: str) -> None:
     """Logs that a request cannot be read, only once because a waiting job's request is read again and again."""
@@ -171,7 +192,7 @@ def _read_request(stored: object, training: TrainingConfig, data_dir: Path) -> P
     return PlanRequest.from_json({**values, "training": training})
 
 
-def expected_pace(plan: JobPlan | None, last_step: JobMetrics | None) -> Pace | None:
+def expected_pace(plan: JobPlan | StagesPlan | None, last_step: JobMetrics | None) -> Pace | None:
     """Returns the expected time of a step in a job's next attempt.
 
     It is the time that the last step reported (`EventRepository.last_paced_step`), else the plan's. Returns None if
@@ -180,9 +201,8 @@ def expected_pace(plan: JobPlan | None, last_step: JobMetrics | None) -> Pace | 
     from_attempt = 0 if plan is None else plan.from_attempt or 0
     if last_step is not None and last_step.attempt >= from_attempt:
         return pace_of_metrics(last_step.data)
-    if plan is None or plan.report.step_s is None:
-        return None
-    return Pace(step_s=plan.report.step_s, is_measured=False)
+    step_s = plan.report.step_s if isinstance(plan, JobPlan) else None if plan is None else plan.step_s
+    return None if step_s is None else Pace(step_s=step_s, is_measured=False)
 
 
 def seconds_left(pace: Pace | None, job: Job) -> float | None:

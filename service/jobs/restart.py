@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from windlass.engine.training_config import Initialization
 from windlass.service.installation import Settings, node_of, was_restored
+from windlass.service.jobs.spec_builder import is_for_several
 from windlass.service.validation import ApiError, model_dir
 from windlass.storage.sql import TERMINAL_STATUSES, Box, Checkpoint, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import (
@@ -44,7 +45,7 @@ def plan_restart(session: Session, settings: Settings, job: Job, *, box: str | N
     checkpoint = _newest_checkpoint(session, settings, job)
     windlass: dict[str, Any] = {**job.windlass, "box": box}
     names = windlass.get("boxes")
-    if box is not None:
+    if box is not None or not is_for_several(job):
         windlass["boxes"] = None
     elif isinstance(names, list):
         here = {box.name for box in BoxRepository(session).all(node_of(settings.home)) if not is_away(box)}

@@ -33,7 +33,7 @@ from windlass.service.validation import (
     resolve,
     with_derived,
 )
-from windlass.storage.ids import Attempt, HeadSlices, JobId
+from windlass.storage.ids import FIRST_EPOCH, Attempt, HeadSlices, JobId, LayoutEpoch
 
 if TYPE_CHECKING:  # it loads the database's library, which a plan does not need
     from windlass.storage.sql import Job
@@ -147,7 +147,7 @@ def preparation_order(
     def unplanned_spec(results: Results) -> JobSpec:
         num_validation_examples = results[PREPARE_DATA]["num_validation_examples"]
         training = resolve_job(job, results, num_devices=resources.most_gpus).training
-        return _job_spec(settings, resources, job, training, num_validation_examples, None)
+        return _job_spec(settings, resources, job, training, num_validation_examples, None, gpus_of(job))
 
     validation_file = settings.files_dir / job.validation_file if job.validation_file is not None else None
 
@@ -315,12 +315,19 @@ def build_job_spec(
     job: "Job",
     plan: JobPlan | None = None,
     expected_pace: Pace | None = None,
+    layout_epoch: LayoutEpoch = FIRST_EPOCH,
+    *,
+    num_ranks: int | None = None,
 ) -> JobSpec:
-    """Builds the specification for the runner of the attempt in the job's row. `plan`: the job's current plan."""
+    """Builds the specification for the runner of the attempt in the job's row.
+
+    `plan`: the job's current plan. `num_ranks`: the GPUs of the box; None: as many as the row says.
+    """
     prepared = json.loads((job_dir(settings, job.id) / "prepare" / f"{PREPARE_DATA}.json").read_text())
     training, num_validation_examples = training_config_of(job), prepared["num_validation_examples"]
-    spec = _job_spec(settings, resources, job, training, num_validation_examples, plan)
-    return replace(spec, expected_pace=expected_pace)
+    number = gpus_of(job) if num_ranks is None else num_ranks
+    spec = _job_spec(settings, resources, job, training, num_validation_examples, plan, number)
+    return replace(spec, expected_pace=expected_pace, layout_epoch=layout_epoch)
 
 
 def _job_spec(
@@ -330,10 +337,11 @@ def _job_spec(
     training: TrainingConfig,
     num_validation_examples: int,
     plan: JobPlan | None,
+    num_ranks: int,
 ) -> JobSpec:
     asked = settings_of(job)
     folder = job_dir(settings, job.id)
-    bounds, num_ranks = _bounds(settings, asked.windlass), gpus_of(job)
+    bounds = _bounds(settings, asked.windlass)
     compute_threads, optimizer_threads = threads_of(settings, resources, num_ranks=num_ranks)
     if plan is not None and plan.placement is None:
         raise ValueError("the job's plan has no placement")
@@ -405,6 +413,17 @@ def shown_gpus_of(job: "Job") -> int:
 def chooses_gpus(job: "Job") -> bool:
     """Returns whether a job's plan chooses its number of GPUs, without a check of the row's other settings."""
     return bool(job.windlass.get("gpus") == "auto")
+
+
+def is_over_boxes(job: "Job") -> bool:
+    """Returns whether a job is over several boxes, or its states are yet to be moved to or from others."""
+    return job.windlass.get("boxes") is not None  # its other settings may be unreadable
+
+
+def is_for_several(job: "Job") -> bool:
+    """Returns whether a job asks for several boxes."""
+    asked = job.windlass.get("boxes")
+    return asked is not None and (asked if isinstance(asked, int) else len(asked)) > 1
 
 
 def with_gpus(job: "Job", gpus: int) -> dict[str, Any]:

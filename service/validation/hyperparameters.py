@@ -104,18 +104,18 @@ GpuNumber = Annotated[
 
 
 def _check_boxes(value: Any) -> Any:
-    """Returns a number of boxes, or their names."""
+    """Returns a number of boxes, or their names. One box is what a job is to go on on, in place of several."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and 2 <= value <= MAX_BOXES:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_BOXES:
         return value
     if isinstance(value, list | tuple) and all(isinstance(name, str) and 1 <= len(name) <= 64 for name in value):
-        if not 2 <= len(value) <= MAX_BOXES:
-            raise ValueError(f"must name 2 to {MAX_BOXES} boxes; a job on one box names it in `box`")
+        if not 1 <= len(value) <= MAX_BOXES:
+            raise ValueError(f"must name 1 to {MAX_BOXES} boxes")
         if len(set(value)) < len(value):
             raise ValueError("must name each box once")
         return list(value)
-    raise ValueError(f"must be a number of boxes from 2 to {MAX_BOXES}, or a list of their names")
+    raise ValueError(f"must be a number of boxes from 1 to {MAX_BOXES}, or a list of their names")
 
 
 # A number of boxes, or their names; null: none.
@@ -125,11 +125,11 @@ Boxes = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "integer", "minimum": 2, "maximum": MAX_BOXES},
+                {"type": "integer", "minimum": 1, "maximum": MAX_BOXES},
                 {
                     "type": "array",
                     "items": {"type": "string", "minLength": 1, "maxLength": 64},
-                    "minItems": 2,
+                    "minItems": 1,
                     "maxItems": MAX_BOXES,
                     "uniqueItems": True,
                 },
@@ -243,7 +243,8 @@ class WindlassSettings(_Strict):
     gpus: GpuNumber = 1
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
-    # The number or the names of the boxes that share the job's blocks, the head's own among them; null: one box.
+    # The number or the names of the boxes that share the job's blocks, the head's own among them; null: one box. One is
+    # for jobs that were on several.
     boxes: Boxes = None
     budgets: Budgets = Budgets()
     lora: None = None

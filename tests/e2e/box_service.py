@@ -23,6 +23,7 @@ DEADLINE_S = 300.0
 _API_PORT = 8642
 _HOST_MEMORY_GIB = 2
 _BOXES_PATH = "/v1/boxes"
+_JOBS_PATH = "/v1/fine_tuning/jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,13 @@ class BoxService:
         """Submits a job on the head without waiting, and returns its id."""
         where = () if box is None else ("--box", box)
         return self.head.ok("submit", "tiny", str(training_file), *options, *where, "--no-wait")
+
+    def pause(self, job_id: str) -> int:
+        """Pauses a job without the time that a command takes, and returns the step that it has reached."""
+        with httpx.Client(base_url=self.head.url, trust_env=False, timeout=30.0) as client:
+            client.post(f"{_JOBS_PATH}/{job_id}/pause").raise_for_status()
+        job = self.await_job(job_id, lambda job: job["status"] == "paused", "paused")
+        return int(job["windlass"]["step"])
 
     def await_job(
         self, job_id: str, reached: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = DEADLINE_S

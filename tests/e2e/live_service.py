@@ -1,18 +1,26 @@
 """A real API process on a fresh home, and jobs in its database, written as the dispatcher would."""
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import uvicorn  # noqa: F401  # see `_FORKS`
+
 from benchmarks.api.fill import HYPERPARAMETERS
 from windlass.actors.job.journal import JournalRecord
-from windlass.service.installation.local_key import open_client
+from windlass.service.__main__ import main
+from windlass.service.api import create_app  # noqa: F401  # see `_FORKS`
+from windlass.service.cli.commands import main as run_command
+from windlass.service.cli.every_command import add_commands  # noqa: F401  # see `_FORKS`
+from windlass.service.http import bounded_protocol  # noqa: F401  # see `_FORKS`
+from windlass.service.installation.local_key import KEY_VARIABLE, open_client
 from windlass.service.installation.settings import SETTINGS_FILE, Settings
 from windlass.storage.sql.database import Database, migrate
 from windlass.storage.sql.job_status import JobStatus
@@ -20,6 +28,26 @@ from windlass.storage.sql.models import Job
 from windlass.storage.sql.repositories.files import FileRepository
 from windlass.storage.sql.repositories.jobs import JobRepository, NewJob
 from windlass.storage.sql.repositories.journal_import import import_journal
+
+# A server that has imported all that the API needs makes its processes, because importing takes longer than most tests.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+def _serve(listener: socket.socket, home: Path) -> None:
+    """Runs the API of a home, as `python -m windlass.service api` does."""
+    os.environ.update({"WINDLASS_HOME": str(home), "WINDLASS_PORT": str(listener.getsockname()[1])})
+    os.chdir(home)
+    sys.exit(main(["api", f"--listener={listener.detach()}"]))
+
+
+def _command(home: Path, port: int, arguments: Sequence[str], output: Path) -> None:
+    """Runs a command, as `windlass` does."""
+    os.environ.update({"WINDLASS_HOME": str(home), "WINDLASS_PORT": str(port)})
+    os.environ.pop(KEY_VARIABLE, None)
+    sys.argv = ["windlass", *arguments]
+    with output.open("w") as sys.stdout, output.with_suffix(".errors").open("w") as sys.stderr:
+        run_command()
 
 
 class LiveService:
@@ -35,7 +63,7 @@ class LiveService:
         migrate(self.settings.database_url)
         self.database = Database(self.settings.database_url)
         self._add_files()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkServerProcess | None = None
         self._seqs: dict[tuple[str, int], int] = {}
 
     @property
@@ -49,24 +77,29 @@ class LiveService:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", self.port))
             listener.listen(128)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "windlass.service", "api", f"--listener={listener.fileno()}"],
-                env={**os.environ, "WINDLASS_HOME": str(self.settings.home), "WINDLASS_PORT": str(self.port)},
-                cwd=self.settings.home,
-                pass_fds=(listener.fileno(),),
-            )
+            self._process = _FORKS.Process(target=_serve, args=(listener, self.settings.home))
+            self._process.start()
         deadline = time.monotonic() + 60
         with open_client(self.settings) as client:
             while not client.is_healthy():
-                assert self._process.poll() is None, "the API ended at once"
+                assert self._process.exitcode is None, "the API ended at once"
                 assert time.monotonic() < deadline, "the API did not answer within a minute"
                 time.sleep(0.05)
+
+    def command(self, *arguments: str) -> str:
+        """The output of a command, which a process of its own runs."""
+        output = self.settings.home.parent / "output-of-command"
+        process = _FORKS.Process(target=_command, args=(self.settings.home, self.port, arguments, output))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0, output.with_suffix(".errors").read_text()
+        return output.read_text().removesuffix("\n")
 
     def kill(self) -> None:
         """Ends the API as a crash would: its streams break off and its port is closed."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
+        self._process.join()
         self._process = None
 
     def close(self) -> None:

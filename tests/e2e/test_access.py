@@ -1,11 +1,8 @@
 """A service that is reachable from other machines: with keys, over TLS, and through a login in a real browser."""
 
 import contextlib
-import os
 import re
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,23 +16,13 @@ from playwright.sync_api import Browser, Page, expect
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import PATIENCE_MS
 from windlass.service.installation.client import ServiceClient, ServiceUnreachableError
-from windlass.service.installation.local_key import KEY_VARIABLE, open_client
+from windlass.service.installation.local_key import open_client
 
 NAME = "windlass.localhost"  # browsers resolve it to this machine
 
 
-def windlass(service: LiveService, *arguments: str) -> str:
-    """The output of a command, run in its own process."""
-    environment = {**os.environ, "WINDLASS_HOME": str(service.settings.home), "WINDLASS_PORT": str(service.port)}
-    environment.pop(KEY_VARIABLE, None)
-    command = [sys.executable, "-c", "from windlass.service.cli.commands import main; main()", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.removesuffix("\n")
-
-
 def key_id(service: LiveService, name: str) -> str:
-    line = next(line for line in windlass(service, "keys", "list").splitlines() if f"  {name}  " in line)
+    line = next(line for line in service.command("keys", "list").splitlines() if f"  {name}  " in line)
     return line.split()[0]
 
 
@@ -72,7 +59,7 @@ def make_model(service: LiveService) -> None:
 
 def test_the_official_client_with_keys(service: LiveService) -> None:
     make_model(service)
-    secrets = {name: windlass(service, "keys", "create", "--name", name) for name in ("ann", "ben")}
+    secrets = {name: service.command("keys", "create", "--name", name) for name in ("ann", "ben")}
     ann, ben, wrong = (
         OpenAI(base_url=f"{service.url}/v1", api_key=secret, max_retries=0) for secret in (*secrets.values(), "wk-none")
     )
@@ -91,30 +78,30 @@ def test_the_official_client_with_keys(service: LiveService) -> None:
         with pytest.raises(openai.AuthenticationError, match="wrong, expired or revoked"):
             # longer than the buffers of the connection
             wrong.files.create(file=("a.jsonl", content * 5), purpose="fine-tune")
-        assert job.id in windlass(service, "jobs")  # the local command line has a key of its own
-        windlass(service, "keys", "revoke", key_id(service, "ann"))
+        assert job.id in service.command("jobs")  # the local command line has a key of its own
+        service.command("keys", "revoke", key_id(service, "ann"))
         with pytest.raises(openai.AuthenticationError):
             ann.fine_tuning.jobs.retrieve(job.id)
-    audit = windlass(service, "keys", "audit")
+    audit = service.command("keys", "audit")
     for told in ("create_key", "upload_file", "create_job", "revoke_key", job.id, file.id):
         assert told in audit
 
 
 def test_a_stream_ends_when_its_key_is_revoked(service: LiveService) -> None:
-    secret = windlass(service, "keys", "create", "--name", "ann")
+    secret = service.command("keys", "create", "--name", "ann")
     others, mine = service.submit(owner="ben"), service.submit(owner="ann")
     headers, told = {"Authorization": f"Bearer {secret}"}, []
     with httpx.stream("GET", f"{service.url}/v1/events/stream", headers=headers, timeout=60) as stream:
         for line in stream.iter_lines():
             told.append(line)
             if mine in line:
-                windlass(service, "keys", "revoke", key_id(service, "ann"))
+                service.command("keys", "revoke", key_id(service, "ann"))
     assert mine in "".join(told)
     assert others not in "".join(told)
 
 
 def test_a_person_logs_in_to_the_dashboard_and_out(service: LiveService, page: Page) -> None:
-    secret = windlass(service, "keys", "create", "--name", "ann")
+    secret = service.command("keys", "create", "--name", "ann")
     job_id = service.run(suffix="mine", owner="ann")
     service.run(suffix="others", owner="ben")
     page.goto(f"{service.url}/#/jobs/{job_id}")
@@ -138,12 +125,12 @@ def test_a_person_logs_in_to_the_dashboard_and_out(service: LiveService, page: P
     page.goto(service.url)
     log_in(page, secret)
     expect(page.locator("#connection")).to_have_text("connected")
-    windlass(service, "keys", "revoke", key_id(service, "ann"))
+    service.command("keys", "revoke", key_id(service, "ann"))
     expect(page.get_by_label("API key")).to_be_visible()  # without a reload, because its stream has ended
 
 
 def test_a_page_of_another_site_can_do_nothing_with_a_login(service: LiveService, page: Page) -> None:
-    secret = windlass(service, "keys", "create", "--name", "ann")
+    secret = service.command("keys", "create", "--name", "ann")
     job_id = service.queue(owner="ann")
     page.goto(f"{service.url}/login")
     log_in(page, secret)
@@ -179,7 +166,7 @@ def test_over_tls(tmp_path: Path, tls: dict[str, str], authority: trustme.CA, pa
     home.mkdir(mode=0o700)
     service = LiveService(home, **tls)
     with contextlib.closing(service):
-        secret = windlass(service, "keys", "create", "--name", "ann", "--role", "admin")
+        secret = service.command("keys", "create", "--name", "ann", "--role", "admin")
         service.start()
         assert service.url.startswith("https://")
         trusting = ssl.create_default_context()
@@ -192,7 +179,7 @@ def test_over_tls(tmp_path: Path, tls: dict[str, str], authority: trustme.CA, pa
             httpx.get(f"http://127.0.0.1:{service.port}/healthz")
 
         # The command line trusts only the certificate in its settings, and no other one of the same authority.
-        assert windlass(service, "files").count("support-chats") == 2
+        assert service.command("files").count("support-chats") == 2
         with open_client(service.settings) as client:
             assert client.is_healthy()
         other = tmp_path / "other.pem"

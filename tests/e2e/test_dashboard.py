@@ -82,6 +82,7 @@ def test_progress_and_the_curve_grow_while_the_page_is_open(service: LiveService
     assert page.evaluate("window.wasNeverReloaded") is True
 
 
+@pytest.mark.long
 def test_dashboard_ssd_wear_appears_after_first_step_and_follows_step_time(
     service: LiveService, open_page: OpenPage
 ) -> None:
@@ -129,6 +130,7 @@ def test_dashboard_step_with_timeline_shows_share_of_each_resource(service: Live
     expect(page.locator("#timeline-trace")).to_have_attribute("href", f"/v1/fine_tuning/jobs/{job_id}/timeline")
 
 
+@pytest.mark.long
 def test_a_job_of_one_step_without_a_gpu_is_told_of_in_fitting_words(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run(total_steps=1)
     busy = {"gpu-0/compute": 5.94, "gpu-0/d2h": 0.0, "ssd-0": 3.3}
@@ -292,6 +294,7 @@ def test_a_job_is_paused_and_resumed(service: LiveService, open_page: OpenPage) 
     expect(page.locator("#pause")).to_be_hidden()
 
 
+@pytest.mark.long
 def test_dashboard_failed_job_shows_its_error(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.submit()
     message = "train.jsonl, line 3: messages is missing"
@@ -302,6 +305,7 @@ def test_dashboard_failed_job_shows_its_error(service: LiveService, open_page: O
     expect(page.locator("#chart-note")).to_have_text("This job made no step.")
 
 
+@pytest.mark.long
 def test_a_diverged_step_leaves_a_gap(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run()
     page = open_page(f"#/jobs/{job_id}")
@@ -335,6 +339,7 @@ def test_a_phone_shows_the_list_or_a_job_and_keys_suffice(service: LiveService, 
     expect(page.locator("#jobs .job")).to_have_count(2)
 
 
+@pytest.mark.long
 def test_older_jobs_come_on_request(service: LiveService, open_page: OpenPage) -> None:
     ids = [service.submit(suffix=f"job-{number}") for number in range(53)]
     page = open_page()
@@ -362,6 +367,7 @@ def test_a_job_that_was_deleted_leaves_the_open_page(service: LiveService, open_
     expect(page.locator("#detail-id")).to_have_text(kept)
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_exist_is_named(open_page: OpenPage) -> None:
     page = open_page("#/jobs/ftjob-none", expected="404")
     expect(page.locator("#detail-none")).to_have_text("there is no fine-tuning job 'ftjob-none'")

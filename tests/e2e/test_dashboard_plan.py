@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 
 from benchmarks.api.fill import HYPERPARAMETERS
@@ -121,6 +122,7 @@ def test_a_plan_and_how_near_the_job_comes_to_it(service: LiveService, open_page
     expect(page.locator("#plan-note")).to_contain_text("The next steps likely take 8.5 to 9.5 s.")
 
 
+@pytest.mark.long
 def test_a_plan_says_how_sure_it_is(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.submit()
     sure = {"step_s_low": 5.2, "step_s_high": 6.9, "times_from": "blocks", "num_compared": 0}
@@ -191,6 +193,7 @@ def test_a_job_that_does_not_fit_says_what_lacks_and_what_would_do(service: Live
     expect(page.locator("#timeline-panel")).to_be_hidden()
 
 
+@pytest.mark.long
 def test_a_job_without_a_plan_shows_what_it_takes(service: LiveService, open_page: OpenPage) -> None:
     job_id = service.run()
     service.train(job_id, 2, 1.9, measured=MEASURED)
@@ -201,6 +204,7 @@ def test_a_job_without_a_plan_shows_what_it_takes(service: LiveService, open_pag
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
 
 
+@pytest.mark.long
 def test_gpus_of_a_job_are_shown_each_and_how_many_its_plan_chose(service: LiveService, open_page: OpenPage) -> None:
     settings = {"epochs": 3, "precision": "bf16", "learning_rate": None}
     job_id = service.submit(windlass={**settings, "gpus": "auto"})

@@ -34,6 +34,7 @@ def test_trap_folder_bare_import_raises(trap: Path, name: str) -> None:
     assert "a bare name was imported from the working directory" in result.stderr
 
 
+@pytest.mark.short("*windlass --help-submit")
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

@@ -88,3 +88,26 @@ def test_job_that_resumes_over_other_boxes_has_the_losses_of_one(boxes: BoxServi
     told = boxes.head.ok("logs", job_id)
     assert " from left to right" in told
     assert "Goes on over the boxes head, right" in told
+
+
+def test_job_on_one_box_goes_on_over_two_and_then_on_one_with_the_same_losses(
+    boxes: BoxService, training_file: Path
+) -> None:
+    alone = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, box=HEAD)
+    boxes.await_success(alone)
+    job_id = boxes.submit(training_file, *_JOB, *_TWO_GROUPS, box=HEAD)
+    boxes.await_step(job_id, 2)
+    first = boxes.pause(job_id)
+    boxes.head.ok("resume", job_id, "--boxes", "2")
+    boxes.await_step(job_id, first + 2)
+    second = boxes.pause(job_id)
+    assert boxes.await_job(job_id, lambda _: True, "there")["windlass"]["boxes"] == [HEAD, "left"]
+    boxes.head.ok("resume", job_id, "--boxes", "1")
+    job = boxes.await_success(job_id)
+    assert first < second < _NUM_STEPS
+    assert (job["windlass"]["attempt"], job["windlass"]["boxes"]) == (5, None), "two attempts moved the states"
+    assert boxes.losses(job_id) == boxes.losses(alone)
+    assert model_of(boxes, job_id, "moved") == model_of(boxes, alone, "alone")
+    told = boxes.head.ok("logs", job_id)
+    assert "Goes on over the boxes head, left" in told
+    assert "Goes on on box head" in told

@@ -22,11 +22,12 @@ def cutting_proxy(port: int) -> Iterator[int]:
 
 
 def _serve(listener: socket.socket, port: int) -> None:
-    is_first, threads = True, []
+    is_first, threads, sockets = True, [], []
     with suppress(OSError):  # the listener was closed
         while True:
             client, _ = listener.accept()
             server = socket.create_connection(("127.0.0.1", port), timeout=_DEADLINE_S)
+            sockets += [client, server]
             threads += [
                 threading.Thread(target=_pass_on, args=(client, server)),
                 threading.Thread(target=_cut if is_first else _pass_on, args=(server, client)),
@@ -34,6 +35,9 @@ def _serve(listener: socket.socket, port: int) -> None:
             for thread in threads[-2:]:
                 thread.start()
             is_first = False
+    for each in sockets:  # else their threads wait until the server closes what the client keeps open
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(_DEADLINE_S)
 

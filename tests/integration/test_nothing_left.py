@@ -117,7 +117,7 @@ QUICK: tuple[Callable[[JobSpec, random.Random], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("num_jobs", [9, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_jobs", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_jobs_ended_in_every_way_leave_nothing(tmp_path: Path, num_jobs: int) -> None:
     if not has_direct_io(tmp_path):
         pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT")

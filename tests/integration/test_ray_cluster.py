@@ -59,6 +59,7 @@ def _listening_addresses(pid: int) -> set[str]:
     return {c.laddr.ip for process in family for c in process.net_connections("tcp") if c.status == "LISTEN"}
 
 
+@pytest.mark.long
 def test_start_adopt_lose_and_stop(cluster: RayCluster, tmp_path: Path) -> None:
     assert not cluster.is_running
     assert cluster.ensure_running(num_cpus=1, num_gpus=0)

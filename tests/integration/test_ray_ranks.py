@@ -51,6 +51,7 @@ print(json.dumps({"jobs": jobs, "third": [was_free, third.wait(60)]}))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_gpus", "cpu_ranks"), [(4, 1), pytest.param(0, 4, marks=pytest.mark.long)])
 def test_gpu_workers_of_two_jobs_have_devices_of_their_own(direct_home: Path, num_gpus: int, cpu_ranks: int) -> None:
     cluster = RayCluster(direct_home)

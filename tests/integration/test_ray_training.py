@@ -261,6 +261,7 @@ def test_thirty_steps_agree_with_plain_pytorch(
     assert all((Path(each["path"]) / "model.safetensors").is_file() for each in checkpoints)
 
 
+@pytest.mark.long
 def test_ray_job_cancelled_ends_its_processes_within_a_step(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, total_steps=2000, checkpoint_every=1000)
     driver.start(spec)
@@ -333,6 +334,7 @@ def test_a_killed_process_interrupts_the_attempt_by_its_name(driver: Driver, tmp
     assert not any(path.startswith(spec.arena_dir) for path in left)
 
 
+@pytest.mark.long
 def test_two_gpus_have_the_bits_of_one(driver: Driver, tmp_path: Path) -> None:
     """Each has a process of its own, so dropout has the same random numbers whoever computes a micro-batch."""
     found = []
@@ -419,6 +421,7 @@ def test_a_slow_gpu_worker_of_two_changes_nothing_but_the_time(driver: Driver, t
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_a_budget_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, host_memory_nbytes=100_000)
     driver.start(spec)

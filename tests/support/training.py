@@ -156,10 +156,10 @@ def keep_calibration(ssd_dir: Path) -> None:
     volume.close()
 
 
-def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
+def boxes_of(spec: JobSpec, stages: tuple[Stage, ...], ranks: tuple[int, ...] = ()) -> list[JobSpec]:
     """The specification of each box: its SSDs, its arena, its part of the placement, and copies of all files.
 
-    No two boxes have a path in common.
+    No two boxes have a path in common. `ranks`: the GPU workers of each; empty: all have as many as `spec`.
     """
     root, place, boxes = Path(spec.job_dir).parent, spec.placement, []
     for box, stage in enumerate(stages):
@@ -178,7 +178,14 @@ def boxes_of(spec: JobSpec, stages: tuple[Stage, ...]) -> list[JobSpec]:
         here = with_own_files(spec, root / f"box{box}") if box else spec
         boxes.append(
             dataclasses.replace(
-                here, box=box, stages=stages, ssd_dirs=ssd_dirs, arena_dir=str(arena_dir), placement=own
+                here,
+                box=box,
+                stages=stages,
+                num_ranks=ranks[box] if ranks else here.num_ranks,
+                ranks_of_boxes=ranks,
+                ssd_dirs=ssd_dirs,
+                arena_dir=str(arena_dir),
+                placement=own,
             )
         )
     return boxes

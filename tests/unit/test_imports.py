@@ -169,6 +169,7 @@ def test_light_actors_do_not_load_what_is_heavy(modules: tuple[str, ...], tmp_pa
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.short("api", "supervisor", "optimizer")
 @pytest.mark.parametrize(
     ("role", "absent"),
     [

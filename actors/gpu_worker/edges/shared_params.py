@@ -76,7 +76,7 @@ class SharedParams:
         """
         self._job, self._name, self._link = context.spec.job, context.gpu_worker(0), link_name(context.spec.box)
         self._device, self._arena, self._send = device, arena, send
-        self._names = names
+        self._names, self._name_of_box = names, context.spec.name_of_box
         self._head, self._last_group = BlockIndex(len(context.layout.blocks) - 1), context.plan.num_groups - 1
         self._lends, self._borrows = (_EMBEDDING in blocks for blocks in (context.layout.lent, context.layout.borrowed))
         self._changed = threading.Condition()
@@ -91,7 +91,7 @@ class SharedParams:
         if self._lends:
             box, outgoing, incoming = len(context.spec.stages) - 1, incoming, outgoing
             what, dtype = "gradients", torch.float32
-        name = f"slots of shared params or gradients that box {box} has not taken"
+        name = f"slots of shared params or gradients that {self._name_of_box(box)} has not taken"
         numel, chunks = layout.blocks[_EMBEDDING].numel, layout.chunk_ranges(_EMBEDDING)
         return _Exchange(
             box=box,
@@ -144,7 +144,8 @@ class SharedParams:
         if (exchange := self._exchange) is None or not self.takes(operation):
             return
         what = "the embedding's params" if self._borrows else "the head's gradient of the embedding"
-        stuck = f"{what} from box {exchange.box} in step {operation.step}; that box or the link to it is stuck"
+        source = self._name_of_box(exchange.box)
+        stuck = f"{what} from {source} in step {operation.step}; that box or the link to it is stuck"
         with self._changed:
             self._device.token.wait_for(self._changed, lambda: exchange.version == version, stuck)
             copied = exchange.copied
@@ -224,9 +225,10 @@ class SharedParams:
         start, stop = exchange.chunks[crossing.part]
         part = exchange.flat[start:stop]
         if message.nbytes != part.nbytes:
+            source = self._name_of_box(exchange.box)
             raise ValueError(
-                f"chunk {crossing.part} of the embedding from box {exchange.box} is {bytes_text(message.nbytes)} and "
-                f"not {bytes_text(part.nbytes)}: the boxes have other models or settings"
+                f"chunk {crossing.part} of the embedding from {source} is {bytes_text(message.nbytes)} and not "
+                f"{bytes_text(part.nbytes)}: the boxes have other models or settings"
             )
         with self._changed:
             slot = exchange.pulled.pop(crossing)

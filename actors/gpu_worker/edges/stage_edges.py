@@ -49,7 +49,7 @@ class StageEdges:
         rank: int,
     ) -> None:
         """`send` tells the box's link. `rank` is that of the GPU worker. The device's token ends all waits."""
-        self._job = context.spec.job
+        self._job, self._name_of_box = context.spec.job, context.spec.name_of_box
         self._name = context.gpu_worker(rank)
         self._stage, self._num_blocks = context.stage, len(context.layout.blocks)
         self._hidden_size = context.layout.hidden_size
@@ -68,7 +68,7 @@ class StageEdges:
             self._inboxes[neighbour] = _Inbox(neighbour, incoming.spans)
 
     def _slots(self, pool: Pool, box: int) -> SlotPool:
-        name = f"slots of hidden states that box {box} has not taken"
+        name = f"slots of hidden states that {self._name_of_box(box)} has not taken"
         return SlotPool(pool.offset, pool.slot_nbytes, pool.num_slots, name=name, token=self._device.token)
 
     # --- what comes -------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class StageEdges:
         self, operation: ComputeBlock, inbox: _Inbox, crossing: Crossing, shape: tuple[int, int]
     ) -> torch.Tensor:
         what = (
-            f"the results of box {inbox.box} for the {crossing.phase} of block {crossing.block} in step "
+            f"the results of {self._name_of_box(inbox.box)} for the {crossing.phase} of block {crossing.block} in step "
             f"{crossing.step}, group {crossing.group}"
         )
         stuck = f"{what}; that box or the link to it is stuck"

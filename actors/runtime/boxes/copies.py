@@ -20,7 +20,7 @@ _MAX_NAMED = 3  # differences in an error
 
 def digests_of(spec: JobSpec, layout: ModelLayout) -> dict[str, str]:
     """Returns digests of a box's settings and of its files, by name."""
-    settings = (spec.training, spec.stages, spec.num_ranks, spec.num_validation_examples)
+    settings = (spec.training, spec.stages, spec.ranks, spec.num_validation_examples)
     facts = (layout.blocks, sorted(layout.tied.items()), layout.chunk_numel, layout.hidden_size)
     loads_weights = spec.training.initialization is Initialization.WEIGHTS
     of_model = ("config.json", "*.safetensors") if loads_weights else ("config.json",)

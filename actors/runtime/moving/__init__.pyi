@@ -8,4 +8,5 @@ from windlass.actors.runtime.moving.division import moves_of as moves_of
 from windlass.actors.runtime.moving.lead import Moved as Moved
 from windlass.actors.runtime.moving.linked_move import move_over_link as move_over_link
 from windlass.actors.runtime.moving.local_move import move_locally as move_locally
+from windlass.actors.runtime.moving.progress import progress_of_move as progress_of_move
 from windlass.actors.runtime.moving.ray_runners import start_move_runner as start_move_runner

@@ -109,7 +109,7 @@ def _refuse(to: ActorName, message: Message) -> None:
 
 def _of_link(spec: MoveSpec) -> JobSpec:
     """Returns a specification with which the boxes that take part know each other."""
-    return replace(spec.any, box=spec.box, layout_epoch=spec.epoch, stages=())
+    return replace(spec.any, box=spec.box, layout_epoch=spec.epoch, stages=(), ranks_of_boxes=())
 
 
 class _OtherMovers:

@@ -5,17 +5,16 @@ Each runner does its box's part in its own process. It starts no actors, and nee
 
 import time
 import traceback
+from pathlib import Path
 
 from windlass.actors.runtime import Runner, RunnerActor, launch_runner
 from windlass.actors.runtime.boxes import LinkConfig
 from windlass.actors.runtime.moving.division import MOVED, MoveSpec
 from windlass.actors.runtime.moving.lead import Moved
 from windlass.actors.runtime.moving.linked_move import move_over_link
-from windlass.amounts import bytes_text
+from windlass.actors.runtime.moving.progress import MoveProgress
 from windlass.storage.ids import Attempt
 from windlass.storage.memory import is_out_of_space, may_find_room_later
-
-_TELL_INTERVAL_S = 30.0  # between two messages that say how far a move is
 
 
 class LeadMoveRunner(Runner):
@@ -28,9 +27,11 @@ class LeadMoveRunner(Runner):
     def _attempt(self) -> None:
         layout = self._read_layout()
         texts = [str(each) for each in self._move.moved(layout)]
-        progress = _Progress(", ".join(texts), self._move.states_nbytes(layout))
+        job_dir, attempt = Path(self._move.any.job_dir), self._move.any.attempt
+        progress = MoveProgress(job_dir, attempt, ", ".join(texts), self._move.states_nbytes(layout))
 
         def tell_progress(nbytes: int) -> None:
+            progress.note(nbytes)
             if (text := progress.text(nbytes, time.monotonic())) is not None:
                 with self._lock:
                     self._tell_message(text)
@@ -68,24 +69,6 @@ def start_move_runner(move: MoveSpec, config: LinkConfig) -> None:
     cancelled and paused.
     """
     launch_runner(BoxMoveRunner if move.box else LeadMoveRunner, move.any, move, config)
-
-
-class _Progress:
-    """Says what a move is to move, and then now and then how many bytes of it have come."""
-
-    def __init__(self, blocks: str, total_nbytes: int) -> None:
-        self._blocks, self._total_nbytes = blocks, total_nbytes
-        self._told_at: float | None = None
-
-    def text(self, nbytes: int, now: float) -> str | None:
-        """Returns the text to tell now, None if it is too early for the next one."""
-        if self._told_at is None:
-            self._told_at = now
-            return f"Moving {self._blocks or 'its states to other SSDs of its boxes'}"
-        if now - self._told_at < _TELL_INTERVAL_S:
-            return None
-        self._told_at = now
-        return f"Moved {bytes_text(nbytes)} of {bytes_text(self._total_nbytes)}"
 
 
 def _end_text(moved: Moved) -> str:

@@ -32,6 +32,19 @@ _OF_NUMBERS = frozenset(
 )
 # Values of `rope_type` with which all tensors and operators are the same.
 _ROPE_TYPES = ("default", "llama3")
+# Fields of `rope_parameters`. Other ones may be parameters for each type of layer, which have a type of their own.
+_OF_ROPE = frozenset(
+    [
+        "factor",
+        "high_freq_factor",
+        "low_freq_factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "type",
+    ]
+)
 
 # By family: the fields of `ModelShape`, and the field of the config for each. All of them must be there.
 _SIZES_OF_GPT = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
@@ -132,7 +145,9 @@ def _turns_as_recorded(content: Mapping[str, Any]) -> bool:
         rope = content.get(name)
         if rope is None:
             continue
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) not in _ROPE_TYPES:
+        if not isinstance(rope, dict) or not rope.keys() <= _OF_ROPE:
+            return False
+        if rope.get("rope_type", rope.get("type", "default")) not in _ROPE_TYPES:
             return False
         if rope.get("partial_rotary_factor", 1) != 1:
             return False

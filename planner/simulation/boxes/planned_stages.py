@@ -30,6 +30,7 @@ class StagesToSimulate:
     layout: ModelLayout  # of the whole model
     network: NetworkRates
     num_cores: int
+    names: tuple[str, ...] = ()  # of the boxes, for users; empty: they have none
 
     @property
     def boxes(self) -> list[SimulatedBox]:
@@ -38,12 +39,15 @@ class StagesToSimulate:
         # All boxes commit at once. A box without states in memory commits as seldom as those with some.
         commit_every = max(plan.plan.commit_every for plan in self.plans)
         has_several = len(self.plans) > 1
+        ranks = tuple(plan.costs.job.num_ranks for plan in self.plans)
         return [
             box_of_plan(
                 plan,
                 layout,
                 num_cores=self.num_cores,
                 stages=self.stages if has_several else (),
+                ranks=ranks if has_several else (),
+                names=self.names if has_several else (),
                 box=index,
                 commit_every=commit_every if has_several else None,
             )

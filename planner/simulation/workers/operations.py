@@ -126,8 +126,8 @@ class Operations:
 
     def _note_end_of_step(self, operation: ComputeBlock) -> None:
         last = Phase.BACKWARD if self.world.shape.num_blocks > 1 else Phase.HEAD
-        if operation.block == 0 and operation.phase is last and self._is_in_last_group(operation):
-            self.world.end_step()
+        if operation.block == 0 and operation.phase is last and self.gpu.name == self.world.context.grads_worker:
+            self.world.end_round(is_last=self._is_in_last_group(operation))
 
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
         self.gpu.note(kind, operation.step, block, start_s)
@@ -146,7 +146,10 @@ class Operations:
         if operation.phase is Phase.HEAD:
             self._prefetch(operation.group, block - 1, 0)
         self.gpu.level(_RUNNING, peak_nbytes)
-        for microbatch in range(num_microbatches):
+        is_plain = not (world.keeps_spans or is_streamed or world.work.swapped_nbytes.get(block))
+        if is_plain:
+            yield from self._all_microbatches(operation, num_microbatches)
+        for microbatch in range(0 if is_plain else num_microbatches):
             if operation.phase is Phase.BACKWARD:
                 is_last = microbatch + 1 == num_microbatches
                 self._prefetch(operation.group, *((block - 1, 0) if is_last else (block, microbatch + 1)))
@@ -158,6 +161,18 @@ class Operations:
         self.gpu.level(_RUNNING, -peak_nbytes)
         if is_streamed:
             self._pieces.end(operation)
+
+    def _all_microbatches(self, operation: ComputeBlock, number: int) -> Process:
+        """Computes all micro-batches of a group at once, where nothing moves while a block is computed.
+
+        Only the tensors of the block below are prefetched when the last one begins.
+        """
+        compute_s, share = self._compute_s(operation), (number - 1) / number
+        if operation.phase is Phase.BACKWARD and self.world.work.swapped_nbytes.get(operation.block - 1):
+            yield from self.world.spend(compute_s * share)
+            self._prefetch(operation.group, operation.block - 1, 0)
+            compute_s *= 1 - share
+        yield from self.world.spend(compute_s)
 
     def _microbatch(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> Process:
         passed_s, back, spend = 0.0, list[Away](), self.world.spend

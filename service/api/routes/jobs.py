@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from windlass.actors.runtime.moving import blocks_text
 from windlass.actors.timeline import FOLDER, KEPT_STEPS, held_steps, load_step, names_of_boxes, trace_of
 from windlass.engine.training_config import Initialization
+from windlass.planner.stages import StagesPlan
 from windlass.service.api import (
     AuditDep,
     CallerDep,
@@ -47,8 +48,10 @@ from windlass.service.auth import Caller, check_one_more_job, check_priority, ch
 from windlass.service.data import deletion
 from windlass.service.installation import Settings, check_is_here, is_local, node_of
 from windlass.service.jobs import (
+    division_of,
     end_for_restart,
     has_plan,
+    is_over_boxes,
     job_dir,
     note_restart,
     plan_restart,
@@ -56,10 +59,11 @@ from windlass.service.jobs import (
     why_it_waits_for_room,
 )
 from windlass.service.machine import check_gpus
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, resources_of_box
+from windlass.service.machine.fleet import BoxFacts, resources_of_box
 from windlass.service.preparation import check_model, fit_sequence_length
 from windlass.service.validation import ApiError, JobSettings, is_fine_tuned_id, model_dir
-from windlass.storage.sql import Job, NotFound
+from windlass.storage.ids import HEAD_NAME
+from windlass.storage.sql import Box, Job, NotFound
 from windlass.storage.sql.repositories import (
     BoxRepository,
     EventRepository,
@@ -154,17 +158,17 @@ def pause_job(context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: s
 def resume_job(
     context: ContextDep, caller: CallerDep, audit: AuditDep, job_id: str, body: ResumeJob | None = None
 ) -> JobObject:
-    """Queues a paused job again, with another number of GPUs if the body names one, or "auto", or over other boxes."""
+    """Queues a paused job again, with another number of GPUs if the body names one, or "auto", or on other boxes."""
     settings = ResumeSettings() if body is None else body.windlass
     gpus, boxes = settings.gpus, settings.boxes
     with context.database.write() as session:
         if boxes is not None:
             job = JobRepository(session, caller.only_of).get(job_id)
-            _check_boxes(context, session, boxes)
+            _check_boxes(context, session, boxes, least=1)
             _check_move(context, session, job, boxes)
         if isinstance(gpus, int):
             job = JobRepository(session, caller.only_of).get(job_id)
-            if job.windlass.get("boxes") is not None:
+            if boxes is not None or is_over_boxes(job):
                 raise ApiError(
                     "windlass.gpus: the number of GPUs of a job over several boxes does not change",
                     param="windlass.gpus",
@@ -242,12 +246,14 @@ def _check_box(context: Context, session: Session, name: str | None) -> str | No
     return None if name is None else nodes[name]
 
 
-def _check_boxes(context: Context, session: Session, asked: int | list[str] | None) -> None:
+def _check_boxes(context: Context, session: Session, asked: int | list[str] | None, *, least: int = 2) -> None:
     """Raises ApiError unless there are the boxes over which a job is to be spread. The head's own is the first."""
     here = node_of(context.settings.home)
     names = [HEAD_NAME, *(box.name for box in BoxRepository(session).all(here))]
     why: str | None = None
-    if isinstance(asked, int):
+    if asked is not None and _number_of(asked) < least:
+        why = f"a new job over several boxes has {least} at least; one on one box names it in windlass.box"
+    elif isinstance(asked, int):
         if asked > len(names):
             why = f"it asks for {asked} boxes, and this service has {len(names)}: {', '.join(names)}"
     elif asked is not None:
@@ -260,30 +266,45 @@ def _check_boxes(context: Context, session: Session, asked: int | list[str] | No
 
 
 def _check_move(context: Context, session: Session, job: Job, asked: int | list[str]) -> None:
-    """Raises ApiError if a job cannot go on over these boxes."""
+    """Raises ApiError if a job cannot go on on these boxes."""
     why: str | None = None
-    plan = stages_of(context.settings, job.id)
-    number = asked if isinstance(asked, int) else len(asked)
-    if job.windlass.get("boxes") is None:
-        why = "the job is on one box, and stays there: only one that was submitted with boxes can go on over others"
-    elif plan is not None:
-        num_layers = plan.stages[-1].stop_block - 2
-        if number > num_layers:
-            why = f"the model has {num_layers} layers, and each box needs one: give at most {num_layers} boxes"
-        same = number == len(plan.stages) if isinstance(asked, int) else set(asked) == {s.box for s in plan.stages}
-        rows = {box.name: box for box in BoxRepository(session).all(node_of(context.settings.home))}
-        for stage in () if same or why is not None or not job.attempt else plan.stages[1:]:
-            row = rows.get(stage.box)
-            if row is None or is_away(row):
-                blocks = blocks_text(stage.stage, num_layers + 2)
-                is_what = "not here any more: join it" if row is None else "away: start it"
-                why = (
-                    f"box {stage.box} has the states of {blocks}, which no other box has, and is {is_what} again, or "
-                    "begin again from the newest exported model with `windlass restart`"
-                )
-                break
+    rows = {box.node: box for box in BoxRepository(session).all(node_of(context.settings.home))}
+    if not is_over_boxes(job) and _number_of(asked) > 1 and job.node in rows:
+        name = rows[job.node].name
+        why = f"the job is on box {name}, and stays there: only a job on the head's own box can go on over others"
+    elif (plan := _division_of(context.settings, job)) is not None:
+        why = _why_not_over(job, plan, asked, {box.name: box for box in rows.values()})
     if why is not None:
         raise ApiError(f"windlass.boxes: {why}", param="windlass.boxes", code="invalid_value")
+
+
+def _division_of(settings: Settings, job: Job) -> StagesPlan | None:
+    try:
+        return division_of(settings, job)
+    except (OSError, ValueError) as error:
+        raise ApiError(f"windlass.boxes: the job's blocks cannot be read: {error}", param="windlass.boxes") from None
+
+
+def _why_not_over(job: Job, plan: StagesPlan, asked: int | list[str], boxes: Mapping[str, Box]) -> str | None:
+    """Returns why a job with this division cannot go on on the boxes that are asked for, or None."""
+    num_layers, number = plan.num_blocks - 2, _number_of(asked)
+    if number > num_layers:
+        return f"the model has {num_layers} layers, and each box needs one: give at most {num_layers} boxes"
+    same = number == len(plan.boxes) if isinstance(asked, int) else set(asked) == set(plan.boxes)
+    for stage in () if same or not job.attempt else plan.stages[1:]:
+        box = boxes.get(stage.box)
+        if box is None or is_away(box):
+            blocks = blocks_text(stage.stage, plan.num_blocks)
+            is_what = "not here any more: join it" if box is None else "away: start it"
+            return (
+                f"box {stage.box} has the states of {blocks}, which no other box has, and is {is_what} again, or "
+                "begin again from the newest exported model with `windlass restart`"
+            )
+    return None
+
+
+def _number_of(boxes: int | list[str]) -> int:
+    return boxes if isinstance(boxes, int) else len(boxes)
 
 
 def _check_microbatches(job: Job, gpus: int) -> None:
@@ -440,7 +461,7 @@ def _boxes_without_parts(settings: Settings, job: Job) -> list[str] | None:
     if asked is None:
         return None
     if (plan := stages_of(settings, job.id)) is not None:
-        return [stage.box for stage in plan.stages]
+        return list(plan.boxes)
     return None if isinstance(asked, int) else [HEAD_NAME, *(name for name in asked if name != HEAD_NAME)]
 
 

@@ -89,7 +89,7 @@ class ResumeSettings(_Request):
     """The settings of a paused job that its resumption may change. The results do not depend on them."""
 
     gpus: GpuNumber | None = None  # None: as before
-    boxes: Boxes = None  # of a job over several boxes: their number, or their names; None: as before
+    boxes: Boxes = None  # their number, or their names, the head among them; None: as before
 
 
 class ResumeJob(_Request):

@@ -140,6 +140,7 @@ def _formula_note(plans: "Sequence[StagesReport]") -> Iterator[str]:
 
 
 def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
+    numbers = [str(box.gpus) for box in plan.boxes]
     return (
         boxes_in_words(plan),
         f"{plan.step_s:.4g}",
@@ -148,7 +149,7 @@ def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
         plan.bound_by,
         f"{plan.waiting_share:.0%}",
         f"{plan.network_s:.2g}",
-        str(plan.gpus),
+        ", ".join(dict.fromkeys(numbers) if len(set(numbers)) == 1 else numbers),
         f"{-(-plan.num_microbatches // plan.group_size)} of {plan.group_size}",
         ", ".join(f"{box.first_block}-{box.last_block}" for box in plan.boxes),
     )

@@ -13,7 +13,7 @@ from windlass.planner.stages import StagesPlan
 from windlass.service.cluster.box.transfers import Takings, forget_taken, taken_content
 from windlass.service.data import deletion
 from windlass.service.installation import Settings, about, link_host_of, node_of
-from windlass.service.jobs import keep_stages, stages_digest, stages_of
+from windlass.service.jobs import keep_told_stages, stages_digest, stages_of, told_stages
 from windlass.service.machine.fleet import LinkPortError, PartOrder, PartReport, model_name, reserve_link_port
 from windlass.storage.sql import Database, JobPart
 from windlass.storage.sql.repositories import PartRepository, PartState, job_of_row
@@ -113,8 +113,7 @@ class Parts:
 
     def _division_of(self, part: JobPart) -> dict[str, Any] | None:
         """Returns the plan of a part with states, if the head has another one."""
-        plan = stages_of(self.settings, part.job_id) if part.served and part.job_id in self._unlike else None
-        return None if plan is None else plan.to_json()
+        return told_stages(self.settings, part.job_id) if part.served and part.job_id in self._unlike else None
 
     def _is_of_another_plan(self, part: JobPart, order: PartOrder) -> bool:
         """Returns whether a part that has no states yet was planned anew since its files were copied."""
@@ -124,11 +123,11 @@ class Parts:
 
     def _keep_division(self, part: JobPart, order: PartOrder) -> None:
         """Stores the division to which the job's states have been moved."""
-        before = stages_of(self.settings, part.job_id)
+        before, told = stages_of(self.settings, part.job_id), order.division or {}
         try:
-            after = StagesPlan.from_json(order.division or {})
+            after = StagesPlan.from_json(told)
             if before is None or before.layout_epoch < after.layout_epoch:
-                keep_stages(self.settings, part.job_id, after)
+                keep_told_stages(self.settings, part.job_id, told)
         except (OSError, ValueError) as error:
             _LOG.warning("its new division cannot be stored: %s", error, extra=about(part.job_id))
 

@@ -5,9 +5,10 @@ in the home records what has arrived, so that it is sent once.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.service.cluster.box.connection import HeadRefused, HeadUnreachable
@@ -49,6 +50,8 @@ class Sender:
 
     settings: Settings
     link: HeadLink
+    # Of the records of what has arrived, which the agent's thread changes, too. Without it, changes would be lost.
+    _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     # --- what has arrived ---------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ class Sender:
 
     def forget_sent(self, job_id: str, name: str) -> None:
         """Notes that the head does not have a folder or file any more, so that it is sent again."""
-        self._write(job_id, {**self._sent(job_id), name: _LOST})
+        self._note(job_id, name, _LOST)
 
     def has_sent_before(self, job_id: str, name: str) -> bool:
         """Returns whether any version of a folder or file of a job has arrived at the head, even if it was lost."""
@@ -70,7 +73,8 @@ class Sender:
 
     def forget_job(self, job_id: str) -> None:
         """Forgets what was sent of a job that was discarded."""
-        self._record(job_id).unlink(missing_ok=True)
+        with self._changing:
+            self._record(job_id).unlink(missing_ok=True)
 
     def _sent(self, job_id: str) -> dict[str, str]:
         try:
@@ -79,10 +83,11 @@ class Sender:
             return {}  # it is sent again, which costs a look
         return found if isinstance(found, dict) else {}
 
-    def _write(self, job_id: str, sent: dict[str, str]) -> None:
+    def _note(self, job_id: str, name: str, version: str) -> None:
         path = self._record(job_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_durably(path, json.dumps(sent))
+        with self._changing:
+            write_durably(path, json.dumps({**self._sent(job_id), name: version}))
 
     def _record(self, job_id: str) -> Path:
         return self.settings.home / "sent" / f"{job_id}.json"
@@ -104,19 +109,19 @@ class Sender:
             raise FileNotFoundError(f"there is no model in {root / name}")
         paths = sorted(path for path in (root / name).rglob("*") if path.is_file())
         self._send(job_id, Where.FINE_TUNED, name, paths, cancel, on_begin)
-        self._write(job_id, {**self._sent(job_id), name: version})
+        self._note(job_id, name, version)
 
     def send_file(self, job_id: str, file_id: str, *, cancel: CancelToken) -> None:
         """Sends a result file. Raises as `_send`."""
         self._send(job_id, Where.FILE, None, [self.settings.files_dir / file_id], cancel)
-        self._write(job_id, {**self._sent(job_id), file_id: ""})
+        self._note(job_id, file_id, "")
 
     def send_parts(self, job_id: str, *, cancel: CancelToken) -> None:
         """Sends the job's plans and its last timelines, as far as they have changed. Raises as `_send`."""
         for part, paths, state in self._parts(job_id):
             if self._sent(job_id).get(part.name) != state:
                 self._send(job_id, Where.JOB, part.name if part.is_whole else None, paths, cancel)
-                self._write(job_id, {**self._sent(job_id), part.name: state})
+                self._note(job_id, part.name, state)
 
     def _parts(self, job_id: str) -> Iterator[tuple["_Part", Sequence[Path], str]]:
         """Yields the parts of a job's folder that the head shows, with their files and these files' state."""

@@ -12,8 +12,9 @@ from windlass.service.cluster import Versions
 from windlass.service.cluster.authority import Authority, JoinCode, digest_of_wheel, ensure_wheel
 from windlass.service.cluster.head.caller import BoxDep
 from windlass.service.installation import Settings, node_of
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts
+from windlass.service.machine.fleet import BoxFacts
 from windlass.service.validation import ApiError
+from windlass.storage.ids import HEAD_NAME
 from windlass.storage.sql import Box, Database
 from windlass.storage.sql.repositories import (
     BoxRepository,

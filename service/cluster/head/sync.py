@@ -17,7 +17,7 @@ from windlass.service.cluster.head.incoming import Incoming
 from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.network import probe_of
 from windlass.service.installation import Settings, about, node_of, was_restored
-from windlass.service.jobs import keep_stages, stages_digest, stages_of
+from windlass.service.jobs import keep_told_stages, stages_digest, stages_of, told_stages
 from windlass.service.machine.fleet import (
     InstructionMessage,
     PartOrder,
@@ -45,6 +45,7 @@ from windlass.storage.sql.repositories import (
     MirrorRepository,
     PartRepository,
     PartState,
+    is_reserved,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -154,8 +155,9 @@ class _Syncing:
             is_active = job is not None and job.status in ACTIVE_STATUSES
             if job is not None and is_active and part.state != PartState.LEAVING.value:
                 runs = job.status in (JobStatus.RUNNING, JobStatus.PAUSING) and job.attempt == part.attempt
-                is_reserved = job.status is JobStatus.QUEUED and part.link is None and part.attempt > job.attempt
-                attempt, link = (part.attempt, part.link) if runs or is_reserved else (0, None)
+                attempt, link = (part.attempt, part.link) if runs else (0, None)
+                if is_reserved(job, part):
+                    attempt = max(part.attempt, job.attempt + 1)
                 ended = job.attempt - 1 if runs else job.attempt
                 orders[part.job_id] = PartOrder.model_validate(
                     {
@@ -190,7 +192,8 @@ class _Syncing:
         if told is None or told.division is None or (here := stages_of(self.settings, job_id)) is None:
             return None
         before = _division_of(told)
-        return here.to_json() if before is not None and before.layout_epoch < here.layout_epoch else None
+        is_older = before is not None and before.layout_epoch < here.layout_epoch
+        return told_stages(self.settings, job_id) if is_older else None
 
     def _gets_blocks(self, box: Box, job_id: str) -> bool:
         """Returns whether a box has no blocks of a job yet."""
@@ -202,7 +205,7 @@ class _Syncing:
         here = stages_digest(self.settings, job_id)
         if here is None and told.division is not None:  # this home was restored from an older backup
             try:
-                keep_stages(self.settings, job_id, StagesPlan.from_json(told.division))
+                keep_told_stages(self.settings, job_id, told.division)
             except (OSError, ValueError) as error:
                 _warn(box, job_id, str(error))
             here = stages_digest(self.settings, job_id)

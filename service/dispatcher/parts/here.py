@@ -17,7 +17,7 @@ from windlass.service.jobs import MachineResources, build_stage_spec, job_dir, s
 from windlass.service.machine.fleet import JobContent, PartLink, taken_file
 from windlass.storage.ids import Attempt, JobId
 from windlass.storage.sql import Database, Job, JobPart
-from windlass.storage.sql.repositories import HELD_FOR_PART, PartRepository, PartState, job_of_row
+from windlass.storage.sql.repositories import HELD_FOR_PART, PartRepository, PartState, holds, job_of_row
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class PartsHere:
             parts = PartRepository(session).on(self.node)
         self._why_hold = None
         for part in parts:
-            if part.state == PartState.RUNNING.value or self._is_wanted(part):
+            if holds(part):
                 self._why_hold = HELD_FOR_PART
             try:
                 if part.state == PartState.RUNNING.value:

@@ -1,6 +1,7 @@
 """Jobs over several boxes on the head: their plans, the parts that other boxes get, and their attempts.
 
-The head's own box is always the first. It has the scheduler, the journal and the exports. The other boxes serve it.
+The head's own box is always the first. It has the scheduler, the journal and the exports. The other boxes serve it. A
+job on one box is here only until its states have moved to or from others.
 """
 
 import logging
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from windlass.planner.stages import StagesPlan
+from windlass.actors.timeline import SIMULATED_FOLDER
+from windlass.planner.stages import PairRate, StagesPlan
 from windlass.service.dispatcher import AskStages, Runners, fail_job
 from windlass.service.dispatcher.parts.links import link_config, move_of, new_links, with_move
 from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity
@@ -21,11 +23,16 @@ from windlass.service.jobs import (
     BoxKind,
     MachineResources,
     build_stage_spec,
+    chooses_gpus,
+    division_of,
     fields_of_stages,
+    fields_on_one_box,
     forget_next_stages,
+    is_for_several,
     is_moved,
     job_dir,
     keep_next_stages,
+    keep_plan_request,
     keep_stages,
     next_stages_of,
     stages_of,
@@ -34,7 +41,6 @@ from windlass.service.jobs import (
 )
 from windlass.service.machine import measured_hardware
 from windlass.service.machine.fleet import (
-    HEAD_NAME,
     PartLink,
     link_name,
     link_name_of_head,
@@ -42,8 +48,8 @@ from windlass.service.machine.fleet import (
 )
 from windlass.service.preparation import PLAN_STAGES, Preparation, PreparationError
 from windlass.service.validation import ReportedError, count_text
-from windlass.storage.ids import BoxName
-from windlass.storage.sql import Database, Job, JobPart, JobStatus
+from windlass.storage.ids import HEAD_NAME, BoxName
+from windlass.storage.sql import Database, Job, JobPart, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import (
     HEAD_ID,
     BoxRepository,
@@ -129,15 +135,15 @@ class SpreadJobs:
             self._fail(job, "invalid_value", f"it cannot be planned over its boxes: {error}")
             return None
         if planning.plan is not None:
-            names = [stage.box for stage in planning.plan.stages[1:]]
-            if set(names) == {box.name for box in boxes}:
+            others = planning.plan.boxes[1:]
+            if set(others) == {box.name for box in boxes}:
                 self.drop(keep=())
                 self._keep(job, boxes, planning.plan)
             else:
-                self.choose(job.id, names)
+                self.choose(job.id, others)
         names = [HEAD_NAME, *(box.name for box in planning.boxes)]
         some = f"{len(boxes) + 1} of " if len(names) > len(boxes) + 1 else ""
-        return f"its plan over {some}the boxes {', '.join(names)} is being made"
+        return f"its plan over {some}{'the boxes' if len(names) > 1 else 'box'} {', '.join(names)} is being made"
 
     def _begin(
         self, job: Job, number: int, boxes: Sequence[JoinedBox], *, before: StagesPlan | None = None
@@ -147,10 +153,11 @@ class SpreadJobs:
         `before`: the job's division so far.
         """
         here = BoxKind.of_home(self.settings, self.resources, measured_hardware(self.settings))
-        named = [(HEAD_NAME, here, self.look().states_nbytes())]
+        named: list[tuple[str, BoxKind, int | None]] = [(HEAD_NAME, here, self.look().states_nbytes())]
         named += [(box.name, box.kind, box.capacity.states_nbytes()) for box in boxes]
-        rate = self._network_bytes_per_s(boxes)
-        request = stages_request(self.settings, job, named, 1 + number, rate, before)
+        request = stages_request(self.settings, job, named, 1 + number, self._rates(boxes), before)
+        if not number and here.hardware is not None:  # so that its plan on one box is corrected and renewed, as others
+            keep_plan_request(self.settings, job, request.on(request.boxes[0], here.hardware))
         work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
         return _Planning(job.id, boxes, work_dir, self.ask(work_dir, request))
 
@@ -158,35 +165,46 @@ class SpreadJobs:
         with self.database.write() as session:
             fail_job(session, job, code, message, param)
 
-    def _network_bytes_per_s(self, boxes: Sequence[JoinedBox]) -> float | None:
-        """Returns the slowest measured rate between any two of a plan's boxes, None if none was measured."""
-        ids = {HEAD_ID, *(box.id for box in boxes)}
+    def _rates(self, boxes: Sequence[JoinedBox]) -> list[PairRate]:
+        """Returns the measured rates between the boxes of which a plan chooses."""
+        names = {HEAD_ID: HEAD_NAME} | {box.id: box.name for box in boxes}
         with self.database.read() as session:
             rates = BoxRepository(session).rates(node_of(self.settings.home))
-        return min((rate.bytes_per_s for rate in rates if {rate.source, rate.target} <= ids), default=None)
+        return [
+            PairRate(source=names[rate.source], target=names[rate.target], bytes_per_s=rate.bytes_per_s)
+            for rate in rates
+            if {rate.source, rate.target} <= names.keys()
+        ]
 
     def _poll(self, planning: _Planning) -> StagesPlan | None:
         """Returns the plan, None if it is not made yet. Raises PreparationError if none can be made."""
         results = planning.preparation.poll()
         if results is None:
             return None
+        timeline = planning.work_dir.parent / SIMULATED_FOLDER  # of the newest plan, or none
+        shutil.rmtree(timeline, ignore_errors=True)
+        if (made := planning.work_dir / SIMULATED_FOLDER).exists():
+            made.rename(timeline)
         shutil.rmtree(planning.work_dir, ignore_errors=True)
         return stages_of_answer(results[PLAN_STAGES])
 
     def _keep(self, job: Job, boxes: Sequence[JoinedBox], plan: StagesPlan) -> None:
-        by_name = {box.name: box for box in boxes}
-        keep_stages(self.settings, job.id, plan)  # before the rows say so, because the boxes fetch it
+        by_name, fields = {box.name: box for box in boxes}, fields_of_stages(job, plan)
+        if plan.is_over_several:
+            keep_stages(self.settings, job.id, plan)  # before the rows say so, because the boxes fetch it
+        else:
+            fields |= fields_on_one_box(self.settings, job, plan)
         with self.database.write() as session:
+            _check_asks_the_same(session, job)
             parts = PartRepository(session)
             for position, stage in enumerate(plan.stages):
                 if position:
                     parts.add(job.id, by_name[stage.box].node, position=position, state=PartState.COPYING)
-            JobRepository(session).set_fields(job.id, seen=job, **fields_of_stages(job, plan))
+            JobRepository(session).set_fields(job.id, seen=job, **fields)
             for note in plan.notes:
                 EventRepository(session).add(job.id, attempt=0, message=note, level="warn")
-            EventRepository(session).add(
-                job.id, attempt=0, message=f"Divided over {len(plan.stages)} boxes: {_told(plan)}"
-            )
+            divided = f"Divided over {len(plan.stages)} boxes" if plan.is_over_several else "Planned on one box"
+            EventRepository(session).add(job.id, attempt=0, message=f"{divided}: {_told(plan)}")
         _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
 
     # --- another division ---------------------------------------------------------------------------------------------
@@ -200,7 +218,10 @@ class SpreadJobs:
         there are none. Returns why the job waits: "" if it was paused, None if the next attempt may begin. That moves
         the states if `next_stages_of` has a division.
         """
-        before, after = stages_of(self.settings, job.id), next_stages_of(self.settings, job.id)
+        try:
+            before, after = self._division(job, parts), next_stages_of(self.settings, job.id)
+        except (OSError, ValueError) as error:
+            return f"it cannot be read which blocks it has: {error}"
         if before is None or len(parts) < len(before.stages) - 1:
             return None  # see `adopt`
         if after is not None and (_is_over(after, wanted) or is_moved(self.settings, job.id, after)):
@@ -209,11 +230,12 @@ class SpreadJobs:
             self._give_up(job, before)
             return "its new division is given up; the states are where they were"
         if _is_over(before, wanted):
-            return None
+            return None if before.is_over_several else self._stay_on_one_box(job)
         if isinstance(pool, str):
             return pool
         if isinstance(wanted, int):
-            pool = [box for box in pool if box.resources.why_too_many(before.num_ranks) is None]
+            if not chooses_gpus(job):
+                pool = [box for box in pool if box.resources.why_too_many(before.num_ranks) is None]
             if len(pool) < wanted - 1:
                 gpus = count_text(before.num_ranks, "GPU")
                 return f"it asks for {wanted} boxes with {gpus} each, and {len(pool) + 1} are open to it"
@@ -223,7 +245,8 @@ class SpreadJobs:
         number = wanted if isinstance(wanted, int) else len(wanted)
         try:
             if planning is None:
-                planning = self._planning = self._begin(job, number - 1, pool, before=before)
+                others = pool if number > 1 else ()
+                planning = self._planning = self._begin(job, number - 1, others, before=before)
             elif (plan := self._poll(planning)) is not None:
                 self.drop(keep=())
                 self._keep_next(job, before, plan)
@@ -233,7 +256,20 @@ class SpreadJobs:
             self._refuse(job, before, why)
             return ""
         names = ", ".join([HEAD_NAME, *(box.name for box in planning.boxes)])
-        return f"its new plan over {number} of the boxes {names} is being made"
+        return f"its new plan over {f'{number} of the boxes' if number > 1 else 'box'} {names} is being made"
+
+    def _division(self, job: Job, parts: Sequence[JobPart]) -> StagesPlan | None:
+        """Returns the division in which a job's blocks are, None if it is not known."""
+        if parts and stages_of(self.settings, job.id) is None:
+            return None  # this home was restored from a backup, and the boxes tell the division
+        return division_of(self.settings, job)
+
+    def _stay_on_one_box(self, job: Job) -> str:
+        """Makes a job that is on one box, and is to be, an ordinary one."""
+        with self.database.write() as session:
+            _check_asks_the_same(session, job)
+            JobRepository(session).set_fields(job.id, seen=job, windlass={**job.windlass, "boxes": None})
+        return ""
 
     def _keep_next(self, job: Job, before: StagesPlan, plan: StagesPlan) -> None:
         """Stores a new division. The old one stays in force. Raises ValueError if the bits would not be the same."""
@@ -244,8 +280,11 @@ class SpreadJobs:
             JobRepository(session).check_held(job)
             for note in plan.notes:
                 EventRepository(session).add(job.id, attempt=job.attempt, message=note, level="warn")
-            message = f"To be divided anew over {len(plan.stages)} boxes: {_told(plan)}"
+            what = f"divided anew over {len(plan.stages)} boxes" if plan.is_over_several else "moved to one box"
+            message = f"To be {what}: {_told(plan)}"
             EventRepository(session).add(job.id, attempt=job.attempt, message=message)
+        if not before.is_over_several:  # it may have none stored, or one of another time; boxes fetch it with the files
+            keep_stages(self.settings, job.id, before)
         keep_next_stages(self.settings, job.id, replace(plan, layout_epoch=before.layout_epoch + 1))
         _LOG.info("to be divided anew over %d boxes", len(plan.stages), extra=about(job.id))
 
@@ -253,8 +292,8 @@ class SpreadJobs:
         """Gives a part to each box of a new division that has none. Returns why the job waits, None if all have one."""
         with self.database.read() as session:
             by_name = {box.name: box for box in BoxRepository(session).all(node_of(self.settings.home))}
-        held, last = {part.node for part in parts}, max(part.position for part in parts)
-        for name in [stage.box for stage in after.stages[1:]]:
+        held, last = {part.node for part in parts}, max((part.position for part in parts), default=0)
+        for name in after.boxes[1:]:
             if (box := by_name.get(name)) is None:
                 return f"box {name}, which is to get a part of it, has left; resume it with other --boxes"
             if box.node in held:
@@ -268,11 +307,10 @@ class SpreadJobs:
 
     def _give_up(self, job: Job, before: StagesPlan) -> None:
         """Gives up a division to which the states have not been moved. Boxes that would have got some leave."""
-        names = {stage.box for stage in before.stages}
         with self.database.write() as session:
             parts, boxes = PartRepository(session), BoxRepository(session)
             for part in parts.of_job(job.id):
-                if (box := boxes.by_node(part.node)) is not None and box.name not in names:
+                if (box := boxes.by_node(part.node)) is not None and box.name not in before.boxes:
                     parts.place(job.id, part.node, None)
             message = "The new division is given up; the states are where they were"
             EventRepository(session).add(job.id, attempt=job.attempt, message=message)
@@ -280,9 +318,10 @@ class SpreadJobs:
 
     def _refuse(self, job: Job, before: StagesPlan, why: str) -> None:
         """Pauses a job that cannot be divided over the boxes that it asks for. It has its boxes from then on."""
-        names = [stage.box for stage in before.stages]
-        message = f"Paused, because it cannot be moved to these boxes: {why}. It stays on {', '.join(names)}; resume it"
+        names, those = list(before.boxes), "these boxes" if is_for_several(job) else "one box"
+        message = f"Paused, because it cannot be moved to {those}: {why}. It stays on {', '.join(names)}; resume it"
         with self.database.write() as session:
+            _check_asks_the_same(session, job)
             JobRepository(session).transition(
                 job.id,
                 JobStatus.QUEUED,
@@ -290,7 +329,7 @@ class SpreadJobs:
                 message=message,
                 level="error",
                 seen=job,
-                windlass={**job.windlass, "boxes": names},
+                windlass={**job.windlass, "boxes": names if before.is_over_several else None},
             )
 
     def adopt(self, job: Job, parts: Sequence[JobPart]) -> str | None:
@@ -343,7 +382,7 @@ class SpreadJobs:
         last = max([job.attempt, *(part.served for part in parts)])
         for part in parts:
             has = part.link is None and part.attempt > last
-            if has != is_wanted:
+            if has != is_wanted or part.link is not None:  # with a link, nothing was decided since the last attempt
                 attempt = last + 1 if is_wanted else 0
                 with self.database.write() as session:
                     PartRepository(session).want(job.id, part.node, attempt=attempt, link=None, is_over=False)
@@ -380,8 +419,13 @@ class SpreadJobs:
 
 def _is_over(plan: StagesPlan, wanted: int | Sequence[str]) -> bool:
     """Returns whether a division is over the boxes that a job asks for."""
-    names = {stage.box for stage in plan.stages}
-    return len(names) == wanted if isinstance(wanted, int) else names == set(wanted)
+    return len(plan.boxes) == wanted if isinstance(wanted, int) else set(plan.boxes) == set(wanted)
+
+
+def _check_asks_the_same(session: Session, job: Job) -> None:
+    """Raises StatusConflict if a job was resumed with other settings since it was read."""
+    if JobRepository(session).get(job.id).windlass != job.windlass:
+        raise StatusConflict(job.id, "as it was read", "resumed with other settings")
 
 
 def _told(plan: StagesPlan) -> str:

@@ -113,8 +113,15 @@ class BoxQueue:
         self._taken = Counter(total(holder.takes for holder in holders))
 
     def decide(self, candidate: Queued) -> Decision:
-        """Decides about the next job of the queue. It changes nothing."""
-        return _decide(self.has, self.present, self._taken, self.waiting, candidate)
+        """Decides about the next job of the queue. It changes nothing.
+
+        Resources that processes of the job's last attempt still hold are its own, so that no other job takes them.
+        """
+        present, taken = self.present, self._taken
+        if any(holder.job_id == candidate.job_id for holder in present):
+            present = [holder for holder in present if holder.job_id != candidate.job_id]
+            taken = Counter(total(holder.takes for holder in present))
+        return _decide(self.has, present, taken, self.waiting, candidate)
 
     def enter(self, candidate: Queued, decision: Decision) -> None:
         """Adds a job to those that hold resources, or to those that wait, as was decided."""

@@ -17,7 +17,6 @@ from windlass.service.machine.fleet.content import result_file_id as result_file
 from windlass.service.machine.fleet.content import root_of as root_of
 from windlass.service.machine.fleet.content import taken_dir as taken_dir
 from windlass.service.machine.fleet.content import taken_file as taken_file
-from windlass.service.machine.fleet.facts import HEAD_NAME as HEAD_NAME
 from windlass.service.machine.fleet.facts import BoxFacts as BoxFacts
 from windlass.service.machine.fleet.facts import Finding as Finding
 from windlass.service.machine.fleet.facts import GpuFacts as GpuFacts

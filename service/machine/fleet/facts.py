@@ -7,9 +7,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from windlass.service.installation import is_one_address
 from windlass.service.jobs import MachineResources
 
-# The name of the head among its boxes.
-HEAD_NAME = "head"
-
 
 class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer box may say more

@@ -5,9 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from windlass.service.installation import box_of, noted_link_host
-from windlass.service.machine.fleet.facts import HEAD_NAME
 from windlass.service.validation import ReportedError
-from windlass.storage.ids import BoxName
+from windlass.storage.ids import HEAD_NAME, BoxName
 from windlass.storage.link import Certificates
 
 _ID_CHARS = 8

@@ -22,7 +22,9 @@ from windlass.storage.sql.repositories.boxes import MirroredFile as MirroredFile
 from windlass.storage.sql.repositories.boxes import MirrorRepository as MirrorRepository
 from windlass.storage.sql.repositories.boxes import PartRepository as PartRepository
 from windlass.storage.sql.repositories.boxes import PartState as PartState
+from windlass.storage.sql.repositories.boxes import holds as holds
 from windlass.storage.sql.repositories.boxes import is_away as is_away
+from windlass.storage.sql.repositories.boxes import is_reserved as is_reserved
 from windlass.storage.sql.repositories.boxes import job_of_row as job_of_row
 from windlass.storage.sql.repositories.boxes import told_lease_s as told_lease_s
 from windlass.storage.sql.repositories.deletions import DeletionRepository as DeletionRepository

@@ -268,8 +268,8 @@ class JobRepository:
     ) -> Job:
         """Resumes a paused job, which is prepared first if it was not. For a pausing job, withdraws the pause.
 
-        `gpus`: the job's number of GPUs from now on; "auto": its plan chooses; None: as before. `boxes`: those of a job
-        over several boxes from now on, their number or their names; None: as before.
+        `gpus`: the job's number of GPUs from now on; "auto": its plan chooses; None: as before. `boxes`: those of the
+        job from now on, their number or their names, the head's own among them; None: as before.
 
         Raises IllegalTransition if the job is finished. Raises StatusConflict if it is neither paused nor pausing, or
         its cancellation was requested. A job that is still pausing cannot change its GPUs or boxes.
@@ -280,9 +280,12 @@ class JobRepository:
             words = {1: "one GPU", "auto": "the number of GPUs that its plan chooses"}
             windlass["gpus"] = gpus
             with_what.append(f"with {words.get(gpus, f'{gpus} GPUs')}")
-        if boxes is not None and boxes != job.windlass.get("boxes"):
-            windlass["boxes"] = boxes
-            with_what.append(f"over {boxes} boxes" if isinstance(boxes, int) else f"over the boxes {', '.join(boxes)}")
+        number = boxes if boxes is None or isinstance(boxes, int) else len(boxes)
+        is_there = boxes == job.windlass.get("boxes") or (number == 1 and job.windlass.get("boxes") is None)
+        if boxes is not None and not is_there:
+            windlass |= {"boxes": boxes, "box": None}
+            over = f"over {boxes} boxes" if isinstance(boxes, int) else f"over the boxes {', '.join(boxes)}"
+            with_what.append("on one box" if number == 1 else over)
         changes = bool(with_what)
         if job.status in TERMINAL_STATUSES:
             raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)

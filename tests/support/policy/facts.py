@@ -232,7 +232,7 @@ class Facts(Expected):
         """
         step, phase, block, group = _described(compute)
         found = []
-        if phase in WITH_GRADIENT and group and len(self.shape.stages[0].gpu_workers) > 1:
+        if phase in WITH_GRADIENT and group and len(stage_of(self.shape, block).gpu_workers) > 1:
             found.append((step, phase, block, group - 1))
         stage, head = stage_of(self.shape, block).blocks, self.shape.num_blocks - 1
         if phase is Phase.BACKWARD and block == stage.stop - 1:

@@ -23,13 +23,14 @@ def make_shape(
     tied: bool = False,
     num_optimizers: int = 1,
     num_ssds: int = 1,
-    num_ranks: int = 1,
+    num_ranks: int | tuple[int, ...] = 1,
     cuts: tuple[int, ...] = (),
     **options: Any,
 ) -> SchedulerConfig:
     """A small job; `tied`: the head reads the embedding's params as well as its own.
 
     `cuts`: the first blocks of the boxes after the first one; those of blocks that the job lacks are left out.
+    `num_ranks`: of each box, or of the boxes in turn.
 
     Gradients are kept if clipping needs it, unless `keeps_grads` says otherwise. Options may also be fields of the
     ordering.
@@ -39,6 +40,7 @@ def make_shape(
     shared = [(BlockIndex(b),) for b in range(last)] + [
         (BlockIndex(last), BlockIndex(0)) if tied else (BlockIndex(last),)
     ]
+    ranks = (num_ranks,) if isinstance(num_ranks, int) else num_ranks
     settings: dict[str, Any] = {
         "total_steps": 2,
         "num_evaluation_groups": 0,
@@ -60,10 +62,10 @@ def make_shape(
         stages=tuple(
             StageActors(
                 blocks=Stage(first, stop),
-                gpu_workers=tuple(ActorName(f"{name}gpu-{rank}") for rank in range(num_ranks)),
+                gpu_workers=tuple(ActorName(f"{name}gpu-{rank}") for rank in range(ranks[box % len(ranks)])),
                 optimizers=tuple(ActorName(f"{name}optimizer-{i}") for i in range(num_optimizers)),
             )
-            for first, stop, name in _stages(cuts, len(chunks_per_block))
+            for box, (first, stop, name) in enumerate(_stages(cuts, len(chunks_per_block)))
         ),
         ssd_servers=tuple(ActorName(f"ssd-{i}") for i in range(num_ssds)),
         output_dir="/models/out",
@@ -136,7 +138,12 @@ def _expected_training(shape: SchedulerConfig, step: int, index: int) -> list[De
     blocks, num_ranks = shape.stages[index].blocks, len(shape.stages[index].gpu_workers)
     own, head = range(blocks.first, blocks.stop), shape.num_blocks - 1
     rounds = [range(first, shape.num_groups)[:num_ranks] for first in range(0, shape.num_groups, num_ranks)]
-    num_ahead = min(len(shape.stages) - index, len(rounds)) - 1
+    # Before its first backward pass a box has as many groups as the GPUs of the next one compute, and a round more.
+    num_before = 0
+    for stage in reversed(shape.stages[index:]):
+        num_ahead = -(-num_before // len(stage.gpu_workers))
+        num_before = (num_ahead + 1) * len(stage.gpu_workers)
+    num_ahead = min(num_ahead, len(rounds) - 1)
     found: list[Described] = []
     for forward, backward in zip([*rounds, *[range(0)] * num_ahead], [*[range(0)] * num_ahead, *rounds], strict=True):
         for group in forward:

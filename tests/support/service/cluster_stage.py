@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from tests.support.service.api_client import make_model
 from tests.support.service.boxes import make_capacity, make_facts
 from tests.support.service.dispatcher_stage import PREPARED, Stage
+from windlass.engine.model.layout import BlockLayout, ModelLayout
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
 from windlass.service.cluster.box.connection import HeadConnection
 from windlass.service.cluster.box.head_link import HeadLink
@@ -26,11 +27,21 @@ from windlass.service.cluster.head.manifest import Manifests
 from windlass.service.cluster.head.sync import sync_router
 from windlass.service.http.errors import install_error_handlers
 from windlass.service.validation.request_errors import ApiError
+from windlass.storage.ids import BlockIndex
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.models import Box
 from windlass.storage.sql.repositories.boxes import BoxRepository, BoxState, MirrorRepository
 
 NAME = "attic"
+# Of a model with two layers.
+LAYOUT = ModelLayout(
+    blocks=tuple(
+        BlockLayout(index=BlockIndex(index), name=name, params=())
+        for index, name in enumerate(("embedding", "model.layers.0", "model.layers.1", "head"))
+    ),
+    tied={},
+    chunk_numel=4096,
+)
 
 
 def add_box(database: Database, name: str, node: str, *, head: str) -> Box:
@@ -124,7 +135,7 @@ class Cluster:
         job_id = self.head.submit(**windlass)
         self.head.prepare_at_once(job_id, PREPARED)
         folder = self.head.settings.jobs_dir / job_id
-        (folder / "layout.json").write_text("{}")
+        (folder / "layout.json").write_text(LAYOUT.to_json())
         (folder / "dataset").mkdir()
         (folder / "dataset" / "tokens.bin").write_bytes(bytes(range(256)) * 5000)
         (folder / "prepare" / "kinds").mkdir()

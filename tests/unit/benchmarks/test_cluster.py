@@ -11,6 +11,7 @@ from benchmarks.cluster.simulation import by_first_fit, by_windlass, simulate
 from benchmarks.cluster.workload import make_workload
 
 
+@pytest.mark.long
 def test_quick_form_prints_its_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,6 +228,7 @@ def test_states_on_the_ssd_are_cut_by_the_disk() -> None:
     assert plan.solution.bottleneck == "ssd"
 
 
+@pytest.mark.long
 def test_a_machine_without_room_has_no_case() -> None:
     with pytest.raises(prediction.NotHereError, match=r"no layer of 7B fits: there is room for 4\.0 GiB on the GPU"):
         planned("speed-7B-host-16", gpu_gib=4, arena_gib=120, disk_gib=0)
@@ -247,6 +248,7 @@ def link_result(**hardware: Any) -> Result:
     return Result(case="link", part="link", status=Status.DONE, measured=measured)
 
 
+@pytest.mark.long
 def test_plans_made_elsewhere_are_simulated(tmp_path: Path) -> None:
     results = ResultsFile(tmp_path / "check.jsonl")
     results.add(link_result())
@@ -514,6 +516,7 @@ def test_params_that_differ_by_more_than_the_noise_are_wrong() -> None:
     assert found.params == pytest.approx(0.01, rel=1e-5)
 
 
+@pytest.mark.long
 def test_activations_that_should_be_swapped_and_are_not_are_wrong(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

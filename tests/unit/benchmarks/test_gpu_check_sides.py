@@ -56,6 +56,7 @@ def only(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[gpu_parity.Variant],
     )
 
 
+@pytest.mark.long
 def test_both_sides_of_a_comparison_have_the_same_kernels(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of other packages are used in one variant and its reference, although jobs choose what is installed."""
     liger = FakeLiger()
@@ -88,6 +89,7 @@ def test_both_sides_of_a_comparison_have_the_same_kernels(setting: Setting, monk
     assert re.search(r"\| fused +\| torch's +\|", table)
 
 
+@pytest.mark.long
 def test_a_variant_has_the_kernels_of_the_head_in_slices(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs several micro-batches, because the sums of one need no product in fp32."""
     liger, products = FakeLiger(), FakeFp32Product()
@@ -142,6 +144,7 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     assert ", head in slices" in "\n".join(report_lines(setting.results.read(), cases(), Path(), "tiny"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_the_head_is_measured_with_each_of_its_kernels(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, is_broken: bool
@@ -190,6 +193,7 @@ def test_without_the_usual_head_no_gradient_is_compared(setting: Setting, monkey
     assert "fp32_product" in report._head_lines(found)[-1]
 
 
+@pytest.mark.long
 def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +204,7 @@ def test_parity_has_a_budget_so_that_the_worker_limits_the_gpu(
     assert limited == [2 * GIB]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_cap", [True, False])
 def test_a_speed_case_is_limited_by_its_budget(setting: Setting, has_cap: bool) -> None:
     case = dataclasses.replace(tiny(), has_cap=has_cap)
@@ -231,6 +236,7 @@ def test_reserved_memory_is_compared_with_the_plan_and_its_reserve(setting: Sett
     assert training._gpu_memory()["reserved_over_planned"] == 0.8
 
 
+@pytest.mark.long
 def test_compute_only_sums_gradients_as_a_job_does(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes: dict[int, set[torch.dtype]] = {}
     converted: list[set[int]] = []

@@ -145,6 +145,7 @@ def test_plans_from_the_shell_are_timed(tmp_path: Path) -> None:
     assert all(each.fits and each.wall_s > 0.0 and each.cpu_s > 0.0 for each in times)
 
 
+@pytest.mark.long
 def test_all_layers_of_a_sweep_swap_equally() -> None:
     (case,) = QUICK_SWAPS
     question = replace(question_of(case, MACHINE), measures=False)

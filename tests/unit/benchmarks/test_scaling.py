@@ -63,6 +63,7 @@ def test_blocks_are_a_small_part_of_a_step_and_micro_batches_can_be_dealt_evenly
     assert all(workload.batch_size % num_ranks == 0 for num_ranks in (1, 2, 3, 4))
 
 
+@pytest.mark.long
 def test_jobs_are_trained_on_as_many_gpus(tmp_path: Path) -> None:
     if not has_direct_io(tmp_path):
         pytest.skip("the temporary folder takes no O_DIRECT")

@@ -153,6 +153,7 @@ def test_chart_lints(name: str) -> None:
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
+@pytest.mark.short("*-1.34", "every setting-1.28")
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_objects_are_valid(case: Rendered, version: str) -> None:
     """By Kubernetes' own schemas, which in strict form refuse unknown fields."""

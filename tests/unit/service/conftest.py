@@ -14,7 +14,7 @@ from windlass.storage.sql.database import Database
 
 _FOLDER = Path(__file__).parent
 # Tests that `make test` runs on PostgreSQL too, besides those of the database's own room. `make test-long` runs all.
-_ON_BOTH_DATABASES = ("test_dispatcher.py", "test_lease.py", "test_troubled_database.py", "test_text.py")
+_ON_BOTH_DATABASES = ("test_lease.py", "test_troubled_database.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers

@@ -59,6 +59,7 @@ def test_the_api_opens_its_port_itself_and_makes_no_ssd_directories(tmp_path: Pa
         process.communicate(timeout=_DEADLINE_S)
 
 
+@pytest.mark.long
 def test_the_api_says_that_its_port_is_taken(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -183,11 +183,14 @@ export class Detail {
 
   async #drawLanes() {
     const { id } = this;
-    const isMeasured = this.#jobs.get(id)?.timeline != null;
+    const entry = this.#jobs.get(id);
+    const isMeasured = entry?.timeline != null;
+    // A job over boxes has a division, and no plan of one box.
+    const isOverBoxes = entry?.job.windlass.settings.boxes != null;
     noteLanes("Reading…");
     try {
       const [planned, measured] = await Promise.all([
-        this.#plan?.simulated ? api.getTrace(api.plannedTimelineUrl(id)) : null,
+        this.#plan?.simulated || isOverBoxes ? plannedTrace(id) : null,
         isMeasured ? api.getTrace(api.timelineUrl(id)) : null,
       ]);
       if (this.id !== id) return;
@@ -374,6 +377,16 @@ function logLine(event) {
 function describe(name, { x, y }) {
   if (x.length === 0) return "";
   return `${name} from ${format.loss(y[0])} at step ${x[0]} to ${format.loss(y.at(-1))} at step ${x.at(-1)}.`;
+}
+
+/** Returns the simulated step's trace; null if none was made. */
+async function plannedTrace(id) {
+  try {
+    return await api.getTrace(api.plannedTimelineUrl(id));
+  } catch (error) {
+    if (error instanceof api.Refusal && error.status === 404) return null;
+    throw error;
+  }
 }
 
 /** The number of GPUs of a job, or null if it is one, as asked for. With "auto" its plan chooses it. */

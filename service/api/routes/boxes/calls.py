@@ -24,8 +24,9 @@ from windlass.service.api.schemas import (
 from windlass.service.auth import Caller
 from windlass.service.cluster.authority import join_commands, new_join_code
 from windlass.service.installation import Settings, node_of
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts
+from windlass.service.machine.fleet import BoxFacts
 from windlass.service.validation import ApiError
+from windlass.storage.ids import HEAD_NAME
 from windlass.storage.sql import Box, NotFound
 from windlass.storage.sql.repositories import HEAD_ID, BoxRepository, BoxState, Role
 

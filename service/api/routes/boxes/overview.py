@@ -9,7 +9,8 @@ from sqlalchemy.orm import Session
 
 from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import ARENA_DIR, shown_gpus_of
-from windlass.service.machine.fleet import HEAD_NAME, BoxFacts, CapacityReport, SsdFacts
+from windlass.service.machine.fleet import BoxFacts, CapacityReport, SsdFacts
+from windlass.storage.ids import HEAD_NAME
 from windlass.storage.memory import arena_room_nbytes
 from windlass.storage.sql import Box, Job, JobStatus
 from windlass.storage.sql.repositories import (

@@ -10,6 +10,8 @@ from windlass.storage.sql.repositories.boxes.mirror import job_of_row as job_of_
 from windlass.storage.sql.repositories.boxes.parts import HELD_FOR_PART as HELD_FOR_PART
 from windlass.storage.sql.repositories.boxes.parts import PartRepository as PartRepository
 from windlass.storage.sql.repositories.boxes.parts import PartState as PartState
+from windlass.storage.sql.repositories.boxes.parts import holds as holds
+from windlass.storage.sql.repositories.boxes.parts import is_reserved as is_reserved
 from windlass.storage.sql.repositories.boxes.rows import AWAY_AFTER_S as AWAY_AFTER_S
 from windlass.storage.sql.repositories.boxes.rows import HEAD_ID as HEAD_ID
 from windlass.storage.sql.repositories.boxes.rows import BoxRepository as BoxRepository

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
-from windlass.storage.sql import TERMINAL_STATUSES, Box, Job, JobPart, execute_change
+from windlass.storage.sql import TERMINAL_STATUSES, Box, Job, JobPart, JobStatus, execute_change
 from windlass.storage.sql.repositories.boxes.rows import BoxState
 
 # Why a box begins no jobs of its own, in words for users.
@@ -26,6 +26,25 @@ class PartState(StrEnum):
 
 
 _STAYS = JobPart.state != PartState.LEAVING.value
+
+
+def holds(part: JobPart) -> bool:
+    """Returns whether a box begins no jobs of its own because of a part.
+
+    It serves an attempt, or will, or the head has not told yet that the attempt has ended which it has served last.
+    """
+    is_told = part.link is None or part.attempt != part.served
+    is_wanted = part.attempt > part.served or not is_told
+    return part.state == PartState.RUNNING.value or (is_wanted and not part.is_over)
+
+
+def is_reserved(job: Job, part: JobPart) -> bool:
+    """Returns whether a box with a part of a queued job is kept for the job's next attempt.
+
+    After an attempt it is, until the head has decided whether the next one may begin on all boxes.
+    """
+    is_decided = part.link is None or part.attempt != job.attempt
+    return job.status is JobStatus.QUEUED and ((part.link is None and part.attempt > job.attempt) or not is_decided)
 
 
 class PartRepository:
@@ -52,9 +71,7 @@ class PartRepository:
 
     def hold(self, node: str) -> bool:
         """Returns whether a box works on a part, or is reserved for one, so that its own jobs end at a commit."""
-        wanted = JobPart.is_over.is_(False) & (JobPart.attempt > JobPart.served)
-        holding = (JobPart.node == node, wanted | (JobPart.state == PartState.RUNNING.value))
-        return self._session.scalar(select(JobPart.job_id).where(*holding).limit(1)) is not None
+        return any(holds(part) for part in self.on(node))
 
     def find(self, job_id: str, node: str) -> JobPart | None:
         """Returns a box's part of a job, None if it has none."""

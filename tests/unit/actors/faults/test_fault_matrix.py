@@ -97,6 +97,7 @@ def test_every_message_has_its_cases() -> None:
     assert not missing, f"add rows to fault_cases.py for {missing}"
 
 
+@pytest.mark.short("kept", "ranks", "swapped")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_actor_takes_what_the_matrix_says(mode: str, undisturbed: Callable[[str], Undisturbed]) -> None:
     expected = {(to, row.message) for row in ROWS if mode in row.modes for to in row.to}

@@ -46,6 +46,7 @@ def test_a_model_without_its_weights(tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
+@pytest.mark.short("read")
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_an_ssd_that_fails_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     spec = make_spec(tmp_path)

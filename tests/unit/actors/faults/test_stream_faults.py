@@ -156,6 +156,7 @@ def test_kernel_error_is_reported_with_its_operation(tmp_path: Path, gpu: FakeCu
     goes_on(spec, losses)
 
 
+@pytest.mark.short("d2h")
 @pytest.mark.parametrize(
     ("owner", "name", "told"),
     [
@@ -195,6 +196,7 @@ class HangingStream(ThreadStream):
         super().run(copy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "phase"), [pytest.param("out", Phase.FORWARD, marks=pytest.mark.long), ("in", Phase.BACKWARD)]
 )

@@ -23,6 +23,7 @@ GPT = ModelShape(num_layers=3, hidden_size=64, num_heads=4, vocab_size=128)
 LLAMA = ModelShape(num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=128, vocab_size=128)
 
 
+@pytest.mark.short("two matrices-whole-two resident", "tied-pieces-none resident", "two matrices-pieces-two resident")
 @pytest.mark.usefixtures("unchecked_activations")
 @pytest.mark.parametrize("resident", [(), (1, 2)], ids=["none resident", "two resident"])
 @pytest.mark.parametrize("streams_layers", [False, True], ids=["whole", "pieces"])

@@ -115,6 +115,7 @@ class Found:
         monkeypatch.setattr(Computation, "compute", watch)
 
 
+@pytest.mark.short("states on the device, tied", "layers in pieces")
 @pytest.mark.usefixtures("unchecked_activations", "small_activation_slots")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(JOBS)]

@@ -38,6 +38,7 @@ def after_six_plain_steps(dtype: torch.dtype, clip_norm: float | None = None) ->
     return plain
 
 
+@pytest.mark.short("split-clipped", "bf16-free")
 @pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["free", "clipped"])
 @pytest.mark.parametrize(("dtype", "options"), FORMATS)
 def test_load_of_saved_folder_in_new_objects_continues_as_plain_loop(
@@ -56,6 +57,7 @@ def test_load_of_saved_folder_in_new_objects_continues_as_plain_loop(
         assert_same_weights(model, after_six_plain_steps(dtype, clip_norm))
 
 
+@pytest.mark.short("split-free")
 @pytest.mark.parametrize("clip_norm", [None, pytest.param(0.05, marks=pytest.mark.long)], ids=["free", "clipped"])
 @pytest.mark.parametrize(("dtype", "options"), FORMATS)
 def test_load_state_dict_in_new_objects_continues_as_plain_loop(
@@ -76,6 +78,7 @@ def test_load_state_dict_in_new_objects_continues_as_plain_loop(
         assert_same_weights(model, after_six_plain_steps(dtype, clip_norm))
 
 
+@pytest.mark.long
 def test_states_in_bf16_continue_with_same_bits(tmp_path: Path) -> None:
     options = {"state_precision": "bf16"}
     with offloaded(seeded(Gpt, torch.bfloat16), tmp_path, **options) as (model, optimizer):
@@ -90,6 +93,7 @@ def test_states_in_bf16_continue_with_same_bits(tmp_path: Path) -> None:
     assert [name for name, weight in expected.items() if not torch.equal(found[name], weight)] == []
 
 
+@pytest.mark.long
 def test_states_of_fp32_continue_in_split_format(tmp_path: Path) -> None:
     with offloaded(seeded(Gpt, torch.bfloat16), tmp_path) as (model, optimizer):
         train(model, optimizer, 0, 3)
@@ -109,6 +113,7 @@ def _save_and_die(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_loop_of_killed_process_continues_from_saved_folder(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_save_and_die, args=(tmp_path,))
     process.start()

@@ -80,6 +80,7 @@ def train(model: nn.Module, optimizer: Any, first: int, stop: int, *, num_backwa
     return found
 
 
+@pytest.mark.short("on SSDs", "clipped")
 @pytest.mark.parametrize(
     ("options", "num_backwards"),
     [
@@ -102,6 +103,7 @@ def test_fp16_with_overflows_is_same_as_plain_loop(options: dict[str, Any], num_
         assert_same_weights(model, plain)
 
 
+@pytest.mark.long
 def test_fp16_clips_unscaled_gradients(tmp_path: Path) -> None:
     plain = seeded(Gpt, torch.float16)
     expected = train(plain, PlainLoop(plain, 0.05), 0, NUM_STEPS)
@@ -132,6 +134,7 @@ def test_skipped_step_changes_nothing_but_scale(tmp_path: Path) -> None:
         torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_resumed_loop_continues_with_same_scale_and_bits(in_folder: bool, tmp_path: Path) -> None:
     plain = seeded(Gpt, torch.float16)

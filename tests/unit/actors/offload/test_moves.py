@@ -234,6 +234,7 @@ def test_offload_where_leftovers_cannot_be_deleted_raises_why(tmp_path: Path, mo
         pass
 
 
+@pytest.mark.long
 def test_states_of_killed_process_are_deleted_by_next_use(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_die_offloaded, args=(tmp_path,))
     process.start()

@@ -68,6 +68,7 @@ def plainly(model: nn.Module, clip_norm: float | None = None) -> PlainAdam:
     return PlainAdam(adamw(model), clip_norm)
 
 
+@pytest.mark.short("*-bf16", "gpt-fp32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout", "dit", "qwen2", "gpt2"])
 def test_same_as_plain_pytorch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -86,6 +87,7 @@ def test_same_as_plain_pytorch(name: str, dtype: torch.dtype, tmp_path: Path) ->
         assert_same_weights(model, plain)
 
 
+@pytest.mark.short("set-AdamW", "default-Adam")
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize(
     "options", [{}, {"betas": (0.7, 0.8), "eps": 0.1, "weight_decay": 0.3}], ids=["default", "set"]
@@ -100,6 +102,7 @@ def test_offload_is_same_as_torchs_own_fused_adam(make: Any, options: dict[str, 
         assert_same_weights(model, plain)
 
 
+@pytest.mark.short("on SSDs-dit", "some in memory-gpt")
 @pytest.mark.parametrize("loss_of", [gpt_loss, dit_loss], ids=["gpt", "dit"])
 @pytest.mark.parametrize(
     ("host_memory_gib", "num_host_layers"),
@@ -138,6 +141,7 @@ def test_squared_norm_of_gradients_that_came_in_any_order_has_the_same_bits(tmp_
         assert found == {expected}
 
 
+@pytest.mark.short("bf16-declared", "fp32-more declared than done")
 @pytest.mark.parametrize("declared", [3, 1000], ids=["declared", "more declared than done"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_several_backwards_before_a_step(declared: int, dtype: torch.dtype, tmp_path: Path) -> None:

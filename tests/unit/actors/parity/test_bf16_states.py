@@ -30,6 +30,7 @@ def assert_same(first: JobSpec, second: JobSpec) -> None:
 
 
 # The compiled kernel takes long to build.
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", [Kernel.FUSED, pytest.param(Kernel.COMPILED, marks=pytest.mark.long)])
 def test_a_seed_gives_the_same_model_twice(tmp_path: Path, kernel: Kernel, request: pytest.FixtureRequest) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "total_steps": 10, "evaluate_every": None}

@@ -40,6 +40,7 @@ def run(
     return losses_of(spec), exported_params(spec), numel
 
 
+@pytest.mark.short("0.5-True-2-bf16")
 @pytest.mark.parametrize(
     ("clip_norm", "tied", "num_microbatches", "precision"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in CASES],

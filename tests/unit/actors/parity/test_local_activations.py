@@ -157,6 +157,7 @@ def test_swapped_activations_beyond_host_memory_go_to_ssds(tmp_path: Path, watch
     assert [name for name, param in exported_params(swapped).items() if not torch.equal(param, expected[name])] == []
 
 
+@pytest.mark.long
 def test_as_zero_infinity_each_layers_input_leaves_the_device(tmp_path: Path, watched: Watched) -> None:
     spec = job(tmp_path / "job", precision=Precision.BF16, placement=placed(()))
     spec = behaving_as(spec, System.ZERO_INFINITY, NUM_LAYERS + 2)
@@ -167,6 +168,7 @@ def test_as_zero_infinity_each_layers_input_leaves_the_device(tmp_path: Path, wa
     assert watched.counts.out_nbytes == watched.counts.in_nbytes == NUM_LAYERS * num_tokens * HIDDEN * 2
 
 
+@pytest.mark.long
 def test_the_evaluation_keeps_and_swaps_nothing(tmp_path: Path, watched: Watched) -> None:
     counts = []
     for evaluate_every in (None, 1):
@@ -178,6 +180,7 @@ def test_the_evaluation_keeps_and_swaps_nothing(tmp_path: Path, watched: Watched
     assert counts[0] == counts[1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked_activations")
 def test_skipped_steps_leave_nothing(tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     cross_entropy = torch.nn.functional.cross_entropy
@@ -192,6 +195,7 @@ def test_skipped_steps_leave_nothing(tmp_path: Path, watched: Watched, monkeypat
     assert watched.counts.in_nbytes > 0
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("at_head", [True, False])
 def test_a_stop_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, watched: Watched, at_head: bool) -> None:
     """As the head is granted, or as the scheduler hears of the last layer's gradient."""
@@ -226,6 +230,7 @@ class FailingStream(ThreadStream):
         super().run(copy)
 
 
+@pytest.mark.short("out")
 @pytest.mark.usefixtures("unchecked_activations")
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_a_copy_that_fails_ends_the_attempt_and_leaves_nothing(
@@ -255,6 +260,7 @@ def test_kept_activations_need_no_slots(tmp_path: Path, watched: Watched) -> Non
     assert watched.stores == []
 
 
+@pytest.mark.long
 def test_too_little_room_is_refused_before_the_first_step(
     tmp_path: Path, watched: Watched, small_activation_slots: int
 ) -> None:

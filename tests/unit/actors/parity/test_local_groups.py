@@ -114,6 +114,7 @@ ALL = [
 ]
 
 
+@pytest.mark.short("fp16-0.5-False-gradients on SSDs-1")
 @pytest.mark.parametrize(
     ("precision", "clip_norm", "tied", "place", "group_sizes"),
     [
@@ -179,6 +180,7 @@ def test_steps_that_are_skipped_are_the_same(tmp_path: Path, monkeypatch: pytest
         assert all(torch.equal(param, found[0][3][name]) for name, param in params.items())
 
 
+@pytest.mark.long
 def test_an_attempt_goes_on_with_groups_of_another_size(tmp_path: Path) -> None:
     changes = {"precision": Precision.BF16, "tied": True, "clip_norm": 0.5, "evaluate_every": None}
     whole = run(tmp_path / "whole", None, **changes)
@@ -306,6 +308,7 @@ def test_a_copy_that_fails_ends_the_attempt(tmp_path: Path, is_out: bool, monkey
     assert "RuntimeError: the link is down" in outcome["error"]["message"]
 
 
+@pytest.mark.long
 def test_zero_infinity_fetches_params_for_each_micro_batch(tmp_path: Path) -> None:
     spec = job(
         tmp_path / "job", total_steps=2, evaluate_every=None, placement=Placement(host_activation_nbytes=8 << 20)

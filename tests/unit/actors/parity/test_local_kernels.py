@@ -52,6 +52,7 @@ def told(spec: JobSpec) -> list[str]:
     return [message for message in messages if any(text in message for text in ABOUT_KERNELS)]
 
 
+@pytest.mark.long
 def test_job_uses_kernels_available_on_its_device(tmp_path: Path, liger: FakeLiger) -> None:
     spec = job(tmp_path / "job")
     assert run(spec)["status"] == "succeeded"
@@ -64,6 +65,7 @@ def test_job_uses_kernels_available_on_its_device(tmp_path: Path, liger: FakeLig
     assert losses_of(spec) == pytest.approx(losses_of(plain), rel=1e-4)
 
 
+@pytest.mark.long
 def test_wrong_kernels_are_reported_and_not_used(tmp_path: Path, liger: FakeLiger) -> None:
     liger.change_grad = torch.zeros_like
     spec = job(tmp_path / "job")
@@ -95,6 +97,7 @@ def test_job_uses_kernels_of_the_head(tmp_path: Path, liger: FakeLiger, monkeypa
     assert metrics_of(spec, name) == pytest.approx(metrics_of(plain, name), rel=1e-3)
 
 
+@pytest.mark.long
 def test_one_wrong_kernel_is_left_out_and_reported(
     tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +156,7 @@ def cut_off(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, attempt=Attempt(2))
 
 
+@pytest.mark.short("liger")
 @pytest.mark.parametrize("kernels", [(), (LIGER,), (LOSS, PRODUCT)], ids=["none", "liger", "head"])
 def test_resumed_job_keeps_its_kernels(
     tmp_path: Path, liger: FakeLiger, monkeypatch: pytest.MonkeyPatch, kernels: tuple[ModelKernel, ...]

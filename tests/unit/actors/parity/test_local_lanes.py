@@ -63,6 +63,7 @@ QUICK_GROUPS = [(Precision.BF16, 0.5, True, "mixed", 2, 3)]
 ALL_GROUPS = [(*case, lanes) for case in ALL for lanes in LANES[1:]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "clip_norm", "tied", "place", "lanes", "group_sizes"),
     [
@@ -115,6 +116,7 @@ def test_lanes_are_added_in_another_order_than_micro_batches(tmp_path: Path) -> 
     assert any(not torch.equal(param, runs[1].params[name]) for name, param in runs[0].params.items())
 
 
+@pytest.mark.long
 def test_an_overflow_in_one_lane_skips_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = set[int]()
     cross_entropy = F.cross_entropy

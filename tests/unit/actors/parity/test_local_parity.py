@@ -39,6 +39,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.short("fp32-4-True-0.5-recompute")
 @pytest.mark.usefixtures("small_activation_slots")
 @pytest.mark.parametrize(("precision", "num_microbatches", "tied", "clip_norm", "activations"), matrix())
 def test_thirty_steps_agree_with_plain_pytorch(

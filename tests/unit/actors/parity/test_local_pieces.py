@@ -71,6 +71,7 @@ def train(spec: JobSpec, **options: Any) -> Run:
     return Run.of(spec)
 
 
+@pytest.mark.short("some params stay")
 @pytest.mark.usefixtures("unchecked_activations")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in JOBS]
@@ -82,6 +83,7 @@ def test_job_with_streamed_layers_gives_bits_of_whole_layers(tmp_path: Path, nam
     train(spec_of(tmp_path / "grads", LAYERS, **job)).assert_equals(whole)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked_activations")
 def test_streamed_gradients_that_spill_give_bits_of_whole_ones(tmp_path: Path) -> None:
     """Groups of one, one of which is not full, one layer whose gradient is not streamed, and little host memory."""
@@ -107,6 +109,7 @@ def test_job_with_streamed_layers_agrees_with_plain_pytorch(tmp_path: Path) -> N
     assert_params_agree(found.params, plain.params, Precision.FP32)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked_activations")
 def test_host_memory_for_one_layer_is_enough(tmp_path: Path) -> None:
     """Regardless of the number of operations in flight."""

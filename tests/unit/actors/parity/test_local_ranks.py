@@ -74,6 +74,7 @@ ALL = [
 ]
 
 
+@pytest.mark.short("bf16-0.5-True-some params stay-3-3-1")
 @pytest.mark.parametrize(
     ("precision", "clip_norm", "tied", "place", "lanes", "num_ranks", "group_size"),
     [
@@ -107,6 +108,7 @@ def test_the_number_of_gpu_workers_changes_no_bit(
     run(tmp_path / "several", num_ranks, group_size, **changes).assert_equals(one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "placement",
     [
@@ -128,6 +130,7 @@ def test_each_gpu_worker_has_its_own_activations_and_pieces(tmp_path: Path, plac
     run(tmp_path / "several", 3, 1, placement=placement).assert_equals(one)
 
 
+@pytest.mark.long
 def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "tied": True, "total_steps": 3}
     one = run(tmp_path / "one", 1, **changes)
@@ -142,6 +145,7 @@ def test_messages_that_are_late_change_no_bit(tmp_path: Path) -> None:
     Run.of(spec).assert_equals(one)
 
 
+@pytest.mark.long
 def test_an_overflow_on_one_gpu_worker_skips_the_step_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = set[int]()
     cross_entropy = F.cross_entropy
@@ -204,7 +208,7 @@ def test_an_attempt_goes_on_with_another_number_of_gpu_workers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4]
+    "num_ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
 def test_the_ssds_read_no_more_for_several_gpu_workers(tmp_path: Path, num_ranks: int) -> None:
     read: dict[int, Counter[tuple[SpanKind, int]]] = {}
@@ -237,6 +241,7 @@ def test_each_gpu_worker_tells_of_its_own_device(tmp_path: Path) -> None:
         assert {f"{name}/compute", f"{name}/h2d", f"{name}/d2h"} == told[name]
 
 
+@pytest.mark.long
 def test_gpu_worker_that_only_evaluates_reports_its_memory_and_its_spans(tmp_path: Path) -> None:
     """Four micro-batches make two groups for three GPU workers, and the validation data makes more."""
     spec = job(tmp_path / "job", total_steps=3, evaluate_every=2)

@@ -66,16 +66,19 @@ def test_number_of_optimizers(tmp_path: Path, baseline: Result) -> None:
     assert_same(train(job(tmp_path, num_cpu_optimizers=2)), baseline)
 
 
+@pytest.mark.short("3")
 @pytest.mark.parametrize("num_ssds", [1, 3])
 def test_number_of_ssds(tmp_path: Path, baseline: Result, num_ssds: int) -> None:
     assert_same(train(job(tmp_path, num_ssds=num_ssds)), baseline)
 
 
+@pytest.mark.long
 def test_device_buffers_kept_as_they_were(tmp_path: Path, baseline: Result) -> None:
     """The baseline fills released buffers with NaN."""
     assert_same(train(job(tmp_path), poison_released=False), baseline)
 
 
+@pytest.mark.long
 def test_arena_slots_filled_with_nan(tmp_path: Path, baseline: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for params, gradients and optimizer states: nothing reads a released slot."""
     spec = job(tmp_path)
@@ -95,12 +98,14 @@ def test_arena_slots_filled_with_nan(tmp_path: Path, baseline: Result, monkeypat
     assert len({span.offset for span in filled}) > 3
 
 
+@pytest.mark.long
 def test_dropout_repeats_with_its_seed(tmp_path: Path, baseline: Result) -> None:
     first = train(job(tmp_path / "first", dropout=0.2))
     assert first.losses[0] != baseline.losses[0]
     assert_same(train(job(tmp_path / "second", dropout=0.2)), first)
 
 
+@pytest.mark.long
 def test_random_initialization_repeats_with_its_seed(tmp_path: Path) -> None:
     results = []
     for name, seed in (("first", 5), ("second", 5), ("other", 6)):
@@ -115,6 +120,7 @@ def test_random_initialization_repeats_with_its_seed(tmp_path: Path) -> None:
     assert not torch.equal(other.params[weight], first.params[weight])
 
 
+@pytest.mark.short("uring")
 @pytest.mark.parametrize("backend", list(Backend))
 def test_uneven_ssds_and_ways_to_move_bytes(tmp_path: Path, baseline: Result, backend: Backend) -> None:
     if backend is Backend.URING and (refusal := uring_refusal()) is not None:

@@ -67,8 +67,8 @@ def run_attempt(first: JobSpec, *others: JobSpec, **options: Any) -> dict[str, A
     return run_local(first, other_boxes=others, partition=partition, poison_released=True, direct=direct, **options)
 
 
-def train(spec: JobSpec, stages: tuple[Stage, ...], **options: Any) -> None:
-    first, *others = boxes_of(spec, stages)
+def train(spec: JobSpec, stages: tuple[Stage, ...], ranks: tuple[int, ...] = (), **options: Any) -> None:
+    first, *others = boxes_of(spec, stages, ranks)
     outcome = run_attempt(first, *others, **options)
     assert outcome["status"] == "succeeded", outcome
     assert [leftovers_of(each) for each in (first, *others)] == [[]] * len(stages)
@@ -85,12 +85,15 @@ def run(
     root: Path,
     stages: tuple[Stage, ...] = (Stage(0, 5),),
     group_size: int | None = None,
-    num_ranks: int = 1,
+    num_ranks: int | tuple[int, ...] = 1,
     **changes: Any,
 ) -> Run:
-    spec = job(root, **({"lanes": 1} | changes))
-    spec = dataclasses.replace(grouped(spec, group_size), num_ranks=num_ranks)
-    train(spec, stages)
+    """`num_ranks`: the GPU workers of all boxes, or of each."""
+    spec = grouped(job(root, **({"lanes": 1} | changes)), group_size)
+    if isinstance(num_ranks, int):
+        train(spec := dataclasses.replace(spec, num_ranks=num_ranks), stages)
+    else:
+        train(spec, stages, num_ranks)
     return Run.of(spec)
 
 
@@ -114,6 +117,7 @@ ALL = [
 ]
 
 
+@pytest.mark.short("tied-bf16-None-mixed-2-2-3-1")
 @pytest.mark.parametrize(
     ("embeddings", "precision", "clip_norm", "place", "lanes", "division", "group_size"),
     [
@@ -151,13 +155,23 @@ def test_the_number_of_boxes_changes_no_bit(
     run(tmp_path / "several", STAGES[division], group_size, **changes).assert_equals(one)
 
 
-def test_each_box_has_several_gpu_workers(tmp_path: Path) -> None:
-    """Three micro-batches a rank and box at most, and an evaluation with more groups than ranks."""
-    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "num_microbatches": 4}
+@pytest.mark.parametrize(
+    ("division", "ranks"),
+    [
+        ("2-3", (2, 1)),
+        pytest.param("2-3", 2, marks=pytest.mark.long),
+        pytest.param("2-3", (1, 3), marks=pytest.mark.long),
+        pytest.param("2-1-2", (3, 1, 2), marks=pytest.mark.long),
+    ],
+)
+def test_boxes_have_several_gpu_workers(tmp_path: Path, division: str, ranks: int | tuple[int, ...]) -> None:
+    """Four groups of one micro-batch, and an evaluation with more groups than ranks."""
+    changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "num_microbatches": 4, "lanes": 2}
     one = run(tmp_path / "one", **changes)
-    run(tmp_path / "several", STAGES["2-3"], 1, num_ranks=2, **changes).assert_equals(one)
+    run(tmp_path / "several", STAGES[division], 1, num_ranks=ranks, **changes).assert_equals(one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "placement",
     [
@@ -179,6 +193,7 @@ def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: 
     run(tmp_path / "several", STAGES["2-3"], 1, placement=placement).assert_equals(one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool
@@ -288,6 +303,7 @@ def test_the_exported_files_are_those_of_one_box(tmp_path: Path, changes: dict[s
         assert filecmp.cmpfiles(here, there, names, shallow=False) == (names, [], [])
 
 
+@pytest.mark.long
 def test_an_export_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     """Also if only the report of a complete one was lost. Then no other box is asked for anything."""
     changes: dict[str, Any] = {"precision": Precision.BF16, "num_validation_examples": 0, "total_steps": 2}
@@ -325,6 +341,7 @@ def test_an_export_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     Run.of(spec).assert_equals(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_messages_that_are_late_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool) -> None:
     monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)  # a shared embedding has more chunks than slots to receive them
@@ -411,9 +428,9 @@ def test_the_timeline_shows_how_boxes_overlap_wait_and_use_the_link(tmp_path: Pa
 
 # By what is lost of a step: the error.
 LOST = {
-    "results": r"the results of box \d .* in step 2, group \d",
-    "params": r"the embedding's params from box 0 in step 2",
-    "gradient": r"the head's gradient of the embedding from box 1 in step 2",
+    "results": r"the results of box (head|attic) for the .* in step 2, group \d",
+    "params": r"the embedding's params from box head in step 2",
+    "gradient": r"the head's gradient of the embedding from box attic in step 2",
 }
 
 
@@ -424,6 +441,7 @@ def contents(crossing: Crossing) -> str:
     return "gradient" if crossing.phase is Phase.BACKWARD else "params"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -446,7 +464,7 @@ def test_what_the_link_loses_is_named_and_the_next_attempt_goes_on(
     }
     whole = run(tmp_path / "whole", **changes)
     num_left = 3 if lost == "results" else 1
-    spec = grouped(job(tmp_path / "cut", lanes=1, **changes), 2)
+    spec = dataclasses.replace(grouped(job(tmp_path / "cut", lanes=1, **changes), 2), box_names=("head", "attic"))
 
     def losing(original: Callable[..., None]) -> Callable[..., None]:
         def call(self: Any, sent: Message, *args: Any) -> None:
@@ -520,7 +538,7 @@ def test_stages_that_leave_out_blocks_are_refused(tmp_path: Path) -> None:
 def test_boxes_of_which_one_has_no_ssds_are_refused(tmp_path: Path) -> None:
     first, other = boxes_of(job(tmp_path / "job"), STAGES["2-3"])
     other = dataclasses.replace(other, ssd_dirs=(), placement=Placement(host_blocks=(2, 3, 4)))
-    with pytest.raises(PlanError, match=r"boxes \[1\] of the job have no SSDs"):
+    with pytest.raises(PlanError, match=r"box 1 of the job have no SSDs"):
         run_local(first, other_boxes=[other], partition=make_partition(first), direct=False)
 
 

@@ -141,6 +141,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.short("mixed-2")
 @pytest.mark.parametrize(("job", "order"), cases())
 def test_streams_that_run_behind_change_no_number(
     tmp_path: Path, expected: Callable[[str], Result], job: str, order: Any

@@ -29,6 +29,7 @@ def run(spec: JobSpec, **options: Any) -> dict[str, Any]:
     return run_local(spec, partition=make_partition(spec), poison_released=True, **options)
 
 
+@pytest.mark.short("active")
 @pytest.mark.parametrize(
     "options",
     [

@@ -95,6 +95,7 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[float | No
     return found
 
 
+@pytest.mark.short("priority-None", "fifo-steps-alone-None")
 @pytest.mark.parametrize("clip_norm", [None, pytest.param(0.5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_orders_change_no_number(
@@ -115,6 +116,7 @@ def test_orders_change_no_number(
         assert_steps_do_not_overlap(messages, num_blocks)
 
 
+@pytest.mark.short("priority")
 @pytest.mark.parametrize("queues", list(QueueOrder))
 def test_chunks_are_read_in_the_order_of_their_blocks(tmp_path: Path, queues: QueueOrder) -> None:
     """An optimizer updates in the order of its requests: none overtakes another inside it."""
@@ -129,6 +131,7 @@ def test_chunks_are_read_in_the_order_of_their_blocks(tmp_path: Path, queues: Qu
         assert [key for _, key in keys] == layout.chunk_keys(block)
 
 
+@pytest.mark.short("zero_infinity")
 @pytest.mark.parametrize("system", list(System))
 def test_another_systems_order_gives_the_same_numbers(
     tmp_path: Path, system: System, expected_losses: dict[float | None, list[float]]

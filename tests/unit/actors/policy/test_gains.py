@@ -188,6 +188,7 @@ def test_steps_take_little_longer_than_the_busiest_resource_and_what_must_come_a
     assert bound_s <= step_s(over_compute) < 1.05 * bound_s
 
 
+@pytest.mark.short("0.5-False", "1.0-True", "1.5-False", "4.0-True")
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("over_compute", [0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 4.0])
 def test_priority_never_loses(over_compute: float, clips: bool) -> None:
@@ -207,6 +208,7 @@ def test_order_without_space_for_gradients_gains_nothing() -> None:
     assert gain(1.25, room=NUM_BLOCKS // 2) > 1.15
 
 
+@pytest.mark.short("True-0.75", "True-1.25", "False-1.0", "False-2.0")
 @pytest.mark.parametrize("over_compute", [0.5, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0])
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_planned_space_for_gradients_is_enough_and_no_more(
@@ -223,6 +225,7 @@ def test_planned_space_for_gradients_is_enough_and_no_more(
         assert step_s(over_compute, room=room - 2) > 1.01 * planned
 
 
+@pytest.mark.long
 def test_what_an_optimizer_has_been_given_is_overtaken_chunk_by_chunk() -> None:
     steps = [step_s(1.25, num_chunks=num) for num in (1, 2, 4, 8)]
     assert steps[-1] < steps[0]

@@ -49,14 +49,15 @@ def tiered_shape(order: dict[str, Any], tiers: dict[str, Any], **options: Any) -
         tiers = {}
     there = frozenset(range(len(options["chunks_per_block"])))
     tiers = {name: each & there if isinstance(each, frozenset) else each for name, each in tiers.items()}
-    if options["num_ranks"] > 1 and "device_blocks" in tiers:
+    ranks = options["num_ranks"]
+    if (ranks if isinstance(ranks, int) else max(ranks)) > 1 and "device_blocks" in tiers:
         tiers |= {"host_blocks": tiers["host_blocks"] | tiers["device_blocks"], "device_blocks": frozenset()}
     return make_shape(**(order | options | tiers))
 
 
 shapes = st.builds(
     tiered_shape,
-    num_ranks=st.integers(1, 4),
+    num_ranks=st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))),
     cuts=st.lists(st.integers(1, 5), max_size=2).map(tuple),
     order=st.sampled_from(list(ORDERS.values())),
     tiers=st.sampled_from(TIERS),
@@ -310,6 +311,8 @@ TINY: dict[str, tuple[dict[str, Any], Bad]] = {
 
 
 LONG = {
+    "active",
+    "ranks-evaluation",
     "ranks-alone",
     "ranks-evaluation-and-checkpoint",
     "ranks-three-groups-spilled",
@@ -410,6 +413,7 @@ DECIDES: dict[str, Any] = {
 }
 
 
+@pytest.mark.short("no SSDs-first best-to the end")
 @pytest.mark.usefixtures("copyable")
 @pytest.mark.parametrize(
     ("best", "finish_at"),

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ("job: active", "offload: on SSDs")
 
 
+@pytest.mark.short("part: *", "offload: on SSDs")
 @pytest.mark.parametrize(
     "scenario",
     [

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _CODE = """
 import importlib, sys
 import windlass.actors.runtime.absent_packages
@@ -19,6 +21,7 @@ print(sorted(loaded & {"pydantic", "pydantic_core", "starlette", "scipy"}))
 """
 
 
+@pytest.mark.long
 def test_worker_imports_everything_without_the_absent_packages(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _CODE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -115,6 +115,7 @@ def test_best_and_last_checkpoints_equal_models_of_their_steps(
     assert told[-1]["nbytes"] == folder_nbytes(Path(spec.output_dir)) > 0
 
 
+@pytest.mark.short("mixed-before the last export")
 @pytest.mark.parametrize(
     ("placement", "where"),
     [
@@ -162,6 +163,7 @@ def test_without_ssds_the_best_is_kept_too(tmp_path: Path, each_step: JobSpec) -
     assert_same(exported_params(spec), params_of(Path(f"{each_step.output_dir}-step-{best}")))
 
 
+@pytest.mark.long
 def test_steps_whose_evaluation_decides_are_committed(tmp_path: Path) -> None:
     spec = job(tmp_path, placement=HOST, keep_best=True, evaluate_every=3, total_steps=7)
     committed: list[int] = []

@@ -140,6 +140,7 @@ def run_attempt_until(spec: JobSpec, number: int, cut: tuple[type[Message], int]
         return run_attempt(spec, number)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_activation_slots")
 @pytest.mark.parametrize(
     "attempts",
@@ -221,6 +222,7 @@ def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_tr
     assert leftovers_of(spec) == []
 
 
+@pytest.mark.long
 def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
     """The kept weights determine where chunks are stored. The SSDs are measured again in between, and found equal."""
     spec = job(tmp_path)
@@ -246,6 +248,7 @@ def test_a_resumed_job_keeps_the_weights_it_began_with(tmp_path: Path) -> None:
     assert abs(counts[ActorName("ssd-1")] - 3 * counts[ActorName("ssd-0")]) <= 3
 
 
+@pytest.mark.long
 def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_for_the_next(tmp_path: Path) -> None:
     spec = job(tmp_path)
     assert run_attempt(spec, 1, (UpdateStep, 2)) is None
@@ -259,6 +262,7 @@ def test_another_number_of_ssds_is_refused_for_a_job_that_has_begun_and_right_fo
     assert outcome["status"] == "succeeded"
 
 
+@pytest.mark.long
 def test_each_attempt_has_the_room_for_activations_that_its_plan_says(tmp_path: Path, uninterrupted: Result) -> None:
     spec = job(tmp_path)
     direct = has_direct_io(Path(spec.model_dir))

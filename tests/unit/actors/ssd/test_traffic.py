@@ -47,6 +47,7 @@ def traffic(root: Path, placement: Placement, states: StatePrecision, order: Upd
     return (nbytes - sum(formats.itemsizes.values()) - formats.itemsizes[StateKind.PARAM]) / NUM_STEPS
 
 
+@pytest.mark.short("split-28.0-active", "fp32-30.0-kept")
 @pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
 @pytest.mark.parametrize(("states", "expected"), [(StatePrecision.FP32, 30.0), (StatePrecision.SPLIT, 28.0)])
 def test_without_room_everything_moves(
@@ -56,6 +57,7 @@ def test_without_room_everything_moves(
     assert found == pytest.approx(expected - ONCE_SHARE * 2)
 
 
+@pytest.mark.short("split-22.0-active", "fp32-26.0-kept")
 @pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
 @pytest.mark.parametrize(("states", "expected"), [(StatePrecision.FP32, 26.0), (StatePrecision.SPLIT, 22.0)])
 def test_params_that_all_stay_are_never_read(
@@ -65,6 +67,7 @@ def test_params_that_all_stay_are_never_read(
     assert found == pytest.approx(expected + 2 / NUM_STEPS)  # each is read once
 
 
+@pytest.mark.short("split-6.0-kept", "fp32-4.0-active")
 @pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
 @pytest.mark.parametrize(("states", "saved"), [(StatePrecision.FP32, 4.0), (StatePrecision.SPLIT, 6.0)])
 def test_each_slot_spares_the_reads_of_its_chunk(
@@ -82,6 +85,7 @@ def test_gradients_that_spill_are_written_and_read_once(tmp_path: Path) -> None:
     assert found == pytest.approx(34.0 - ONCE_SHARE * 2)
 
 
+@pytest.mark.short("kept")
 @pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
 def test_states_in_memory_move_at_the_start_and_the_end(tmp_path: Path, order: UpdateOrder) -> None:
     placement = Placement(host_blocks=(0, 1, 2), device_blocks=(3, 4))

@@ -74,6 +74,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(tmp_path_factory.mktemp("run"), clip_norm=request.param)
 
 
+@pytest.mark.short("active")
 def test_every_operation_and_update_is_told_once(run: Run) -> None:
     layout, head = run.layout, len(run.layout.blocks) - 1
     per_chunk = sorted(key.block for block in layout.blocks for key in layout.chunk_keys(block.index))
@@ -147,6 +148,7 @@ def test_spans_are_told_about_once_a_step(run: Run) -> None:
     assert run.num_told["ssd-0"] >= NUM_STEPS + 1
 
 
+@pytest.mark.long
 def test_timeline_of_resident_states_and_spilled_gradients(tmp_path: Path) -> None:
     placement = Placement(host_blocks=(0, 1), device_blocks=(2, 3))
     resting = Run(tmp_path / "resting", precision=Precision.BF16, placement=placement)
@@ -167,6 +169,7 @@ def test_timeline_of_resident_states_and_spilled_gradients(tmp_path: Path) -> No
     assert moved[SpanKind.WRITE_GRAD] == moved[SpanKind.READ_GRAD] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_activation_slots")
 def test_timeline_of_swapped_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(target: torch.Tensor, source: torch.Tensor) -> None:

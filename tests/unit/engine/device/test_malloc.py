@@ -43,6 +43,7 @@ def num_faults(how: str, mib_each: int = 1, **environment: str) -> int:
 
 
 # 48 MiB is above glibc's largest threshold for small allocations.
+@pytest.mark.long
 @pytest.mark.parametrize("mib_each", [1, *(pytest.param(mib, marks=pytest.mark.long) for mib in (8, 48))])
 def test_freed_memory_is_taken_again_without_page_faults(mib_each: int) -> None:
     assert num_faults("keep", mib_each) < NUM_PAGES / 20

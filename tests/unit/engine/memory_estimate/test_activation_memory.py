@@ -58,6 +58,7 @@ def used(name: str, choices: list[BlockActivations], precision: Precision) -> Ac
     return ActivationNeed(nbytes=store.counts.peak_held_nbytes, num_slots=store.peak_slots)
 
 
+@pytest.mark.short("Qwen2-all swapped")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

@@ -171,6 +171,7 @@ def assert_known(case: Case) -> None:
     assert predicted(case) == followed(case)
 
 
+@pytest.mark.short("Qwen2-matrix products swapped, rest kept-bf16")
 @pytest.mark.parametrize("precision", [pytest.param(Precision.FP32, marks=pytest.mark.long), Precision.BF16])
 @pytest.mark.parametrize(
     ("name", "choice"),
@@ -189,6 +190,7 @@ def test_each_operation_of_a_step(name: str, choice: str, precision: Precision) 
     assert_known(Case(name=name, choice=CHOICES[choice], precision=precision, shapes=SEVERAL))
 
 
+@pytest.mark.short("recompute")
 @pytest.mark.parametrize(
     "choice", ["recompute", pytest.param("all kept", marks=pytest.mark.long), "matrix products swapped"]
 )
@@ -196,6 +198,7 @@ def test_a_single_micro_batch(choice: str) -> None:
     assert_known(Case(name="Qwen2", choice=CHOICES[choice], precision=Precision.BF16, shapes=ONE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "precision", [pytest.param(each, marks=[pytest.mark.long] * (each is not Precision.BF16)) for each in Precision]
 )
@@ -203,6 +206,7 @@ def test_experts_are_known(precision: Precision) -> None:
     assert_known(Case(name="Mixtral", choice=CHOICES["all swapped"], precision=precision, shapes=SEVERAL))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shapes", [pytest.param(ONE, marks=pytest.mark.long), SEVERAL], ids=["one micro-batch", "several"]
 )
@@ -278,6 +282,7 @@ def test_the_allocator_agrees(choice: str) -> None:
     assert all(found[where] >= nbytes for where, nbytes in expected.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slices", HeadSlices)
 @pytest.mark.parametrize(
     "shapes",

@@ -55,6 +55,7 @@ every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.value
 both = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
+@pytest.mark.short("tied-*", "untied-Mixtral")
 @every_architecture
 @both
 def test_gradients_are_those_of_plain_autograd(architecture: Architecture, tied: bool) -> None:
@@ -74,6 +75,7 @@ def test_gradients_in_bf16_are_those_of_plain_autograd(name: str) -> None:
     assert differing(*found_and_expected(ARCHITECTURES[name], tied=False, precision=Precision.BF16)) == []
 
 
+@pytest.mark.short("Qwen2", "Mixtral", "GPT-2", "Gemma-3")
 @every_architecture
 def test_microbatches_of_unequal_size_accumulate_in_their_order(architecture: Architecture) -> None:
     assert differing(*found_and_expected(architecture, tied=False, shapes=SEVERAL)) == []

@@ -152,6 +152,7 @@ def head_of(name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) ->
     return num_own, [*run.runner.grads, *(buffer.flat.nan_to_num() for buffer in buffers)]
 
 
+@pytest.mark.short("Qwen2", "Gemma-2", "Mixtral", "GPT-2")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_head_runs_the_models_own_forward_once_for_each_length_of_slice(
     name: str, monkeypatch: pytest.MonkeyPatch

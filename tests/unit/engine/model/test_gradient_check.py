@@ -96,6 +96,7 @@ def test_a_model_that_writes_to_its_params_is_refused() -> None:
         check_architecture(odd_config(odd_models.ClampingModel))
 
 
+@pytest.mark.short("swap")
 @pytest.mark.parametrize("choice", ActivationChoice)
 def test_every_choice_of_activations_passes(choice: ActivationChoice) -> None:
     for body in (odd_models.SavingModel, odd_models.KernelModel, odd_models.HeadDropoutModel):
@@ -159,6 +160,7 @@ def test_a_gradient_that_is_nan_on_one_side_only_is_refused(monkeypatch: pytest.
         check_architecture(LlamaConfig())
 
 
+@pytest.mark.short("swap")
 @pytest.mark.parametrize("choice", ActivationChoice)
 def test_every_choice_passes_with_params_in_pieces(choice: ActivationChoice) -> None:
     for config in (LlamaConfig(), odd_config(odd_models.SavingModel), odd_config(odd_models.KernelModel)):

@@ -65,6 +65,7 @@ def step_in_two(first: Run, second: Run, cut: int) -> dict[str, torch.Tensor]:
     return gradients(first, range(cut)) | gradients(second, range(cut, HEAD + 1))
 
 
+@pytest.mark.short("*-3", "Gemma-2-1", "Qwen2-4")
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_blocks_on_two_boxes_have_the_gradients_of_one(name: str, cut: int) -> None:

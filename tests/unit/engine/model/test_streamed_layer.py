@@ -56,12 +56,14 @@ def assert_parity(
     device.token.cancel()
 
 
+@pytest.mark.short("*-poisoned")
 @pytest.mark.parametrize("poison", [True, False], ids=["poisoned", "kept"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_gradients_are_the_same_under_every_policy(policy: BlockActivations, poison: bool) -> None:
     assert_parity(config_of("Qwen2"), policy, poison=poison)
 
 
+@pytest.mark.short("Mixtral", "GPT-2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )

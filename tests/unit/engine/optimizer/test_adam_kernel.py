@@ -140,6 +140,7 @@ def patterns() -> torch.Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
+@pytest.mark.short("fused-0.001", "compiled-0.0")
 @pytest.mark.parametrize("learning_rate", [0.0, 1e-3])
 def test_split_states_are_fp32_states_bit_for_bit(make_kernel: MakeKernel, learning_rate: float) -> None:
     master = patterns()

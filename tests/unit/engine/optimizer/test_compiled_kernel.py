@@ -53,6 +53,11 @@ def exact_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda tensor: torch.sqrt(tensor.double()).float())
 
 
+@pytest.mark.short(
+    "*grad=torch.bfloat16, param=torch.bfloat16*decoupled=True*",
+    "*grad=torch.float32, param=torch.bfloat16*decoupled=False*",
+    "*grad=torch.float16, param=torch.float16*decoupled=True*",
+)
 @pytest.mark.parametrize("kernel", FORMATS, ids=str)
 def test_ordinary_numbers(kernel: Format, kernel_dir: Path) -> None:
     states = random_states(NUMEL, kernel.states, kernel.grad, kernel.param, seed=3)
@@ -61,6 +66,11 @@ def test_ordinary_numbers(kernel: Format, kernel_dir: Path) -> None:
         assert torch.equal(ours.view(words), formulas.view(words))
 
 
+@pytest.mark.short(
+    "*grad=torch.bfloat16, param=torch.bfloat16*decoupled=True*",
+    "*grad=torch.float32, param=torch.bfloat16*decoupled=False*",
+    "*grad=torch.float16, param=torch.float16*decoupled=True*",
+)
 @pytest.mark.parametrize("kernel", FORMATS, ids=str)
 def test_extreme_numbers(kernel: Format, kernel_dir: Path) -> None:
     """Equal, but for the bits of NaN and, in the model's precision, of numbers that PyTorch's cast may take for 0."""

@@ -39,6 +39,7 @@ def test_it_rounds_away_as_often_as_the_value_lies_there(state: int, fraction: f
     assert share == pytest.approx(fraction, abs=SIGMAS * math.sqrt(fraction * (1 - fraction) / NUM_DRAWS))
 
 
+@pytest.mark.short("1")
 @pytest.mark.parametrize("state", [0, 1, 2])
 def test_one_element_is_right_on_average_over_steps(state: int) -> None:
     num_steps = 8192

@@ -63,6 +63,7 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert "simulated" not in found
 
 
+@pytest.mark.long
 def test_measured_times_are_reused_for_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = pretend_to_measure(monkeypatch)
     hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
@@ -83,6 +84,7 @@ def test_measured_times_are_reused_for_the_same_model(tmp_path: Path, monkeypatc
     assert len(measured) == 3
 
 
+@pytest.mark.short("bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_experts_are_planned_in_every_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str

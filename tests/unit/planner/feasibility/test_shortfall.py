@@ -235,6 +235,7 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert "the device's memory goes to: " in least.reason
 
 
+@pytest.mark.long
 def test_least_gpu_memory_is_told_with_each_plan_and_whatever_else_is_short() -> None:
     fitting, short = answer(small()), answer(small(host=1.502))
     for report in (fitting, short):

@@ -38,6 +38,7 @@ def test_compute_is_as_fast_for_all_as_the_plan_counts_with() -> None:
     assert simulated.step_s > times.iteration_s
 
 
+@pytest.mark.long
 def test_comparison_notes_systems_that_cannot_clip() -> None:
     planned = planning.answer(ASKED)
     assert any("clip" in note for note in comparison(ASKED, planned).notes)
@@ -45,6 +46,7 @@ def test_comparison_notes_systems_that_cannot_clip() -> None:
     assert not any("clip" in note for note in comparison(unclipped, planned).notes)
 
 
+@pytest.mark.long
 def test_system_that_cannot_be_compared_is_reported() -> None:
     planned = planning.answer(ASKED)
     fp32 = comparison(ASKED.changed(precision=Precision.FP32), planned)

@@ -86,6 +86,7 @@ def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:
     assert found.planned.report.reasons[1] == "2 GPUs: 1.8x of one"
 
 
+@pytest.mark.long
 def test_chosen_number_of_microbatches_is_that_of_all_numbers_of_gpus() -> None:
     asked = question(num_ranks=2, tflops=0.5)
     found = choose_gpus(replace(asked, chooses_microbatches=True))

@@ -66,6 +66,7 @@ def test_largest_batch_with_lanes_has_the_largest_micro_batch_in_each(lanes: int
     assert not fits(asked.changed(batch_size=found.number + lanes, num_microbatches=lanes), profiles)
 
 
+@pytest.mark.short("2-2")
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (2, 2), (3, 4)])
 def test_search_for_the_largest_batch_keeps_lanes_and_gpus(
     num_ranks: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch

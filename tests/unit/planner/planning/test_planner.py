@@ -17,9 +17,11 @@ from windlass.planner.cost.rates import speeds_of
 from windlass.planner.feasibility import feasibility
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
-from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware.model_shape import ModelShape, published_models
+from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import planner as planning
+from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
 from windlass.planner.question.exact_search import solve_exactly
 from windlass.planner.question.profiles import Profiles, planned_job
@@ -108,6 +110,24 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
     assert step_s <= planning.promised_step_s(asked, profiles, least_bound)
     report = answer(asked)
     assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
+
+
+@pytest.mark.long
+def test_plans_swap_less_to_the_ssds_where_compute_would_wait_for_them() -> None:
+    """By the cost model alone both are busy all the time. Simulated, each waits for the other."""
+    hardware = with_part(machine(host=32), ssds=with_part(MACHINE.ssds, count=4))
+    few_layers = config_of_shape(RATEL_SHAPES[6].model_copy(update={"num_layers": 12}), num_tokens=1024)
+    asked = question(
+        hardware, config=few_layers, batch_size=32, sequence_length=1024, num_microbatches=2, clip_norm=None
+    )
+    profiles = Profiles(asked)
+    _, least_bound = planning.best_plan(asked, profiles)
+    _, fastest, step_s = planning.fastest_plan(asked, profiles)
+    busy_s = planning.promised_step_s(asked, profiles, least_bound)
+    assert step_s is not None
+    assert step_s < 0.95 * busy_s
+    assert fastest.placement.ssd_activation_nbytes < least_bound.placement.ssd_activation_nbytes
+    assert planning.counted(asked, profiles, fastest)[1] <= 0
 
 
 def test_kept_gradients_are_planned_where_updates_during_the_backward_pass_wait(
@@ -208,6 +228,7 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     assert needed_nbytes(1000) == needed_nbytes(64)
 
 
+@pytest.mark.long
 def test_device_need_of_a_tied_model_has_room_to_round_a_sum_in_place() -> None:
     """The gradient of both uses of the embedding is summed in fp32, and leaves the device in 16 bits."""
     shape = ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100)
@@ -318,6 +339,7 @@ def test_plan_leaves_a_gpus_memory_to_its_allocator() -> None:
     assert on_cpu.limits.device_nbytes == budget_nbytes
 
 
+@pytest.mark.long
 def test_plan_and_the_reserve_of_the_allocator_fit_a_gpus_budget() -> None:
     config = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=512)
     budget_nbytes = 256 << 20
@@ -336,6 +358,7 @@ def of_ranks(num_ranks: int, **changes: Any) -> PlanReport:
     return answer(question(config=config, num_ranks=num_ranks, **changes))
 
 
+@pytest.mark.long
 def test_plan_of_several_gpus_names_them_and_computes_in_rounds() -> None:
     report, alone = of_ranks(4, num_microbatches=8), of_ranks(1, num_microbatches=8)
     assert report.choices is not None
@@ -354,6 +377,7 @@ def test_plan_of_several_gpus_names_them_and_computes_in_rounds() -> None:
     assert not any("GPUs" in reason for reason in report.reasons[:2])
 
 
+@pytest.mark.short("5-3 of 4 GPUs wait*")
 @pytest.mark.parametrize(
     ("num_microbatches", "expected"),
     [(5, "3 of 4 GPUs wait in the last of 2 rounds: a step has 5 groups of micro-batches"), (4, None)],
@@ -403,3 +427,32 @@ def test_no_plan_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     planning.fastest_plan(asked, Profiles(asked))
     assert plans
     assert all(one != other for one, other in itertools.combinations(plans, 2))
+
+
+@pytest.mark.parametrize(("kept_share", "num_kept"), [(2.0, 1), (1.01, 2)])
+def test_plans_of_which_none_is_faster_are_not_simulated(
+    kept_share: float, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that take equally long show what bounds all of them, and an order that is far slower is left alone."""
+    asked = question(machine(host=8), batch_size=8, clip_norm=None, chooses_order=True)
+    orders = []
+
+    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution) -> float:
+        order = solution.costs.job.update_order
+        orders.append(order)
+        return 1e3 * (kept_share if order is UpdateOrder.KEPT else 1.0)
+
+    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
+    planning.fastest_plan(asked, Profiles(asked))
+    assert orders.count(UpdateOrder.ACTIVE) == 2
+    assert orders.count(UpdateOrder.KEPT) == num_kept
+
+
+@pytest.mark.long
+def test_program_whose_presolve_does_not_end_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = machine_of("rtx4090:gpus=1,ram=128,ssds=2")
+    hardware = with_part(hardware, host=with_part(hardware.host, memory_gib=0.8 * hardware.host.memory_gib))
+    config = ShapeConfig(shape=load(ModelShape, published_models()["llama-3.1-8b"]), num_tokens=1024)
+    asked = question(hardware, config=config, sequence_length=1024, clip_norm=None, chooses_order=True)
+    monkeypatch.setattr(planning, "promised_step_s", lambda _, __, solution: 1.05 * solution.step_s)
+    planning.fastest_plan(asked, Profiles(asked))

@@ -84,6 +84,7 @@ def test_a_plan_without_data_says_that_examples_are_taken_to_be_as_long_as_they_
     assert report.example_tokens == ExampleTokens(limit=64, widest=64, mean=64, of_data=False)
 
 
+@pytest.mark.long
 def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
     rare = short(lengths=ExampleLengths(longest=2048, mean=20.0, mean_square=4500.0))
     of_short, of_rare, of_limit = map(solved, (short(lengths=SHORT), rare, short()))
@@ -200,6 +201,7 @@ def redraw_lengths(spec: JobSpec, seed: int) -> None:
         offsets.astype(np.int64).tofile(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 @pytest.mark.parametrize(
     ("num_microbatches", "precision", "tied"),

@@ -91,6 +91,7 @@ def test_another_config_or_precision_is_another_model(tmp_path: Path, no_trace: 
             _ = facts.hidden_size
 
 
+@pytest.mark.long
 def test_a_formula_that_does_not_hold_is_not_used_for_other_shapes(tmp_path: Path) -> None:
     """Sliding windows change the operators at some number of tokens."""
     config = config_of("Mistral")
@@ -101,6 +102,7 @@ def test_a_formula_that_does_not_hold_is_not_used_for_other_shapes(tmp_path: Pat
         assert profile_of(facts, 2, num_tokens) == profile_of(traced, 2, num_tokens), num_tokens
 
 
+@pytest.mark.long
 def test_formulas_hold_at_more_shapes_than_those_that_found_them(tmp_path: Path) -> None:
     """Tokens that are rounded up to a chunk look like a constant where both shapes are in one chunk."""
     chunk = 256
@@ -135,6 +137,7 @@ def test_formulas_are_checked_far_from_where_they_were_found(limit: int | None, 
     assert not facts._primes(2, 1)
 
 
+@pytest.mark.long
 def test_one_token_says_nothing_about_more(tmp_path: Path) -> None:
     """Also not which layers are alike, whichever is planned first."""
 
@@ -156,6 +159,7 @@ def test_one_token_says_nothing_about_more(tmp_path: Path) -> None:
     assert "2x32" not in stored["kinds"]
 
 
+@pytest.mark.long
 def test_a_transformers_config_stays_the_same_model(tmp_path: Path, no_trace: Callable[[], None]) -> None:
     config = config_of("Llama")
     before = config.to_dict()
@@ -175,6 +179,7 @@ def paths_in(stored: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
             yield from paths_in(value, (*path, name))
 
 
+@pytest.mark.long
 def test_facts_of_another_form_are_traced_again(tmp_path: Path) -> None:
     config = config_of("Llama")
     model = RecordedModel(copy.deepcopy(config), BF16)

@@ -18,6 +18,7 @@ from windlass.storage.ids import BlockIndex, Precision
 QUICK = {("Qwen2", True), ("Mixtral", False)}
 
 
+@pytest.mark.short("Qwen2-True")
 @pytest.mark.parametrize(
     ("name", "tied"),
     [
@@ -48,6 +49,7 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
     assert timed.numel == profile.numel
 
 
+@pytest.mark.long
 def test_one_time_work_of_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the first use of a kernel loads it, which took longer than half of the time for all rounds."""
     monkeypatch.setattr(measure_model, "_STANDARD_ERROR", 10.0)  # three rounds are enough
@@ -77,6 +79,7 @@ def test_slow_block_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(layer.forward_s and layer.again is None for layer in timed.layers)
 
 
+@pytest.mark.short("True-64-expected2")
 @pytest.mark.parametrize(
     ("tied", "slice_tokens", "expected"), [(False, 64, []), (False, 16, ["head"]), (True, 64, ["embedding"])]
 )

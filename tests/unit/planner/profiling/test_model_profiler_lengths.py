@@ -19,6 +19,7 @@ def profile_of(num_tokens: int) -> ModelProfile:
     return profile_config(config, Precision.BF16, num_examples=2, num_tokens=num_tokens)
 
 
+@pytest.mark.long
 def test_for_lengths_has_the_flops_of_the_rows_and_the_bytes_of_the_widest() -> None:
     widest, near_mean = profile_of(256), profile_of(72)
     widths = (16, 48, 0, 256)

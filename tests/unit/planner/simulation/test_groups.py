@@ -13,6 +13,7 @@ from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates,
 from windlass.actors.messages import SpanKind
 from windlass.actors.worker_policy.block_queue import Ordering
 from windlass.engine.memory_plan.plan import Placement
+from windlass.planner.simulation import simulate as simulate_module
 from windlass.storage.ids import BlockIndex
 
 NUM_MICROBATCHES = 4
@@ -131,3 +132,36 @@ def test_norms_of_lanes_take_their_time_once_a_step(group_size: int) -> None:
     norms = replace(plain, work=replace(plain.work, norms_s=dict.fromkeys(range(NUM_BLOCKS), 0.5)))
     longer = norms.steps()[-1].summary["period_s"] - plain.steps()[-1].summary["period_s"]
     assert longer == pytest.approx(NUM_BLOCKS * 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("group_size", "clip_norm"), [(1, None), (2, 1.0)])
+@pytest.mark.parametrize("slow", [{}, {"h2d_bytes": 1e5, "d2h_bytes": 1e5}, {"ssd_read_bytes": (1e5, 1e5)}])
+def test_step_of_many_rounds_takes_as_long_as_if_all_were_simulated(
+    num_ranks: int, group_size: int, clip_norm: float | None, slow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the last group is smaller, and the last round has a group for the first rank only."""
+    number = 2 * group_size * num_ranks * 4 + 1
+    options = {
+        "training": {"num_microbatches": number, "batch_size": number, "clip_norm": clip_norm},
+        "placement": Placement(group_size=group_size, num_cached_params=0),
+        "num_ranks": num_ranks,
+    }
+    found = job(machine=rates(**slow), **options)
+    num_left_out = []
+    without_rounds = simulate_module._without_rounds
+    monkeypatch.setattr(
+        simulate_module, "_without_rounds", lambda *given: num_left_out.append(given[1]) or without_rounds(*given)
+    )
+    step_s = found.steady_step_s()
+    assert num_left_out == [9 - 4]
+    monkeypatch.setattr(simulate_module, "_MANY_ROUNDS", 10)
+    assert step_s == pytest.approx(found.steady_step_s(), rel=1e-6)
+    assert len(num_left_out) == 1
+
+
+def test_step_whose_rounds_differ_is_simulated_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 8
+    found = job(training={"num_microbatches": number, "batch_size": number}, placement=Placement(group_size=1))
+    monkeypatch.setattr(simulate_module, "_SAME", -1.0)  # no rounds count as equal
+    assert found.steady_step_s() == pytest.approx(number * 11, rel=1e-6)

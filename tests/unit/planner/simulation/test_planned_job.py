@@ -28,6 +28,7 @@ def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayou
     return best_plan(asked, profiles)[1], profiles.layout
 
 
+@pytest.mark.short("hardware0-changes0")
 @pytest.mark.parametrize(
     ("hardware", "changes"),
     [
@@ -69,6 +70,7 @@ def test_levels_of_memory_are_within_the_plan(
         assert 0 <= most <= (most if each.allocated_nbytes is None else each.allocated_nbytes)
 
 
+@pytest.mark.long
 def test_all_gpus_of_a_plan_are_simulated() -> None:
     config = config_of_shape(SHAPE.model_copy(update={"num_layers": 8}), num_tokens=512)
     options = {"config": config, "batch_size": 24, "num_microbatches": 12}
@@ -78,6 +80,7 @@ def test_all_gpus_of_a_plan_are_simulated() -> None:
     assert one_s / 3 < three_s < one_s / 1.5
 
 
+@pytest.mark.short("3")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_bytes_in_host_memory_are_those_that_the_simulated_job_moves(num_ranks: int) -> None:
     """The costs count them; here they are counted from the spans of copies, of SSDs and of updates."""
@@ -94,6 +97,7 @@ def test_bytes_in_host_memory_are_those_that_the_simulated_job_moves(num_ranks: 
     assert planned_nbytes == pytest.approx(moved + update_nbytes * updated, rel=0.08)
 
 
+@pytest.mark.long
 def test_slow_host_memory_is_named_as_the_bound_and_slows_the_simulated_job() -> None:
     config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     fast = machine()
@@ -113,11 +117,26 @@ def test_larger_slots_and_chunks_take_as_long(monkeypatch: pytest.MonkeyPatch) -
     config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     solution, layout = planned(machine(gpus=4, host=4.2), config=config, batch_size=32, num_microbatches=2)
     assert solution.plan.num_ssd_activations > 0
-    assert solution.plan.host_blocks or solution.plan.num_cached_params
     exact_s = simulated_step_s(solution, layout)
     assert exact_s >= 0.99 * solution.step_s
     monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", solution.plan.num_ssd_activations // 8)
     assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.02)
+
+
+@pytest.mark.long
+def test_in_larger_slots_tensors_of_a_layer_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes to one SSD. If they had different sizes, some SSDs could have all the large ones in turn."""
+    config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
+    solution, layout = planned(machine(gpus=4, host=4.2), config=config, batch_size=32, num_microbatches=2)
+    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", 1 << 30)
+    usual = planned_job.box_of_plan(solution, layout, num_cores=2).work.swapped_nbytes
+    assert any(len(set(tensors)) > 1 for tensors in usual.values())
+    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", 20)
+    box = planned_job.box_of_plan(solution, layout, num_cores=2)
+    for block, tensors in box.work.swapped_nbytes.items():
+        assert len(tensors) == len(usual[block])
+        assert len(set(tensors)) == 1
+        assert sum(tensors) == pytest.approx(sum(usual[block]), abs=len(tensors))
 
 
 @pytest.mark.long

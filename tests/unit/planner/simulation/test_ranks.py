@@ -39,6 +39,7 @@ def of_rank(spans: list[WorkSpan], rank: int, *kinds: SpanKind) -> list[WorkSpan
     return [span for span in spans if span.resource.startswith(f"{name}/") and span.kind in kinds]
 
 
+@pytest.mark.short("tied-2", "overlapped-4", "clipped-3", "with lanes-4")
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("order", ["overlapped", "clipped", "tied", "with lanes"])
 def test_jobs_end_with_the_bytes_of_one_rank_on_the_ssds(num_ranks: int, order: str) -> None:

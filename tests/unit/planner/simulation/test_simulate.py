@@ -181,6 +181,7 @@ def featured(
     )
 
 
+@pytest.mark.short("True-host and SSDs-*", "False-SSDs-*")
 @pytest.mark.usefixtures("small_activation_slots")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("swaps", ROOM)

@@ -100,6 +100,7 @@ def test_staging_takes_memory_only_where_something_goes_to_the_ssds() -> None:
     assert again.plan.num_staged_activations == 0
 
 
+@pytest.mark.long
 def test_with_more_ssds_buffers_are_deeper_where_memory_allows() -> None:
     job, slow = make_job(), {"ssd_read_bytes": 1e8, "ssd_write_bytes": 1e8, "num_ssds": 8}
     deep = solve_job(job, make_speeds(**slow), limits(150, 2000))
@@ -207,6 +208,7 @@ def test_solved_with_an_arena_that_always_exceeds_the_count_has_no_plan(
             solved(costs, below)
 
 
+@pytest.mark.long
 def test_search_keeps_its_best_plan_if_no_other_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     job, speeds, given = make_job(keeps_grads=True), make_speeds(), limits(125, 2000)
     best = solve_job(job, speeds, given)
@@ -386,6 +388,7 @@ def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it
     assert without_limit == [False, False, True]  # with two buffers for gradients, with one, and in pieces
 
 
+@pytest.mark.short("1-memory1", "2-memory2")
 @pytest.mark.parametrize("memory", [(4000, 2000), (125, 2000), (90, 260), (110, 600)])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_search_continued_in_one_order_finds_as_good_a_plan_as_a_new_search(

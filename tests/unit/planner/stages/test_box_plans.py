@@ -12,9 +12,9 @@ from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds
 
 ROUNDS = Rounds(num_ranks=1, num_microbatches=8, group_size=2)
 NUM_BLOCKS = SHAPE.num_layers + 2
-WHOLE = Run(first=0, stop=NUM_BLOCKS, stage=0, num_stages=1)
-FIRST = Run(first=0, stop=4, stage=0, num_stages=2)
-LAST = Run(first=4, stop=NUM_BLOCKS, stage=1, num_stages=2)
+WHOLE = Run(first=0, stop=NUM_BLOCKS, stage=0, ranks=(1,))
+FIRST = Run(first=0, stop=4, stage=0, ranks=(1, 1))
+LAST = Run(first=4, stop=NUM_BLOCKS, stage=1, ranks=(1, 1))
 
 
 def planned(plans: BoxPlans, run: Run, rounds: Rounds = ROUNDS) -> BoxPlan:
@@ -36,14 +36,14 @@ def test_a_run_of_blocks_has_the_params_and_the_work_of_these_blocks_only() -> N
 def test_two_stages_compute_as_much_as_the_whole_model() -> None:
     # With two GPUs no states rest on a device, so no params are rounded there.
     rounds = Rounds(num_ranks=2, num_microbatches=8, group_size=2)
-    plans = box_plans(kind_of(server(), 2))
+    plans = box_plans(kind_of(server(), 2, num_ranks=2))
     whole, *stages = (planned(plans, run, rounds).solution.seconds[Part.FORWARD] for run in (WHOLE, FIRST, LAST))
     assert sum(stages) == pytest.approx(whole)
 
 
 def test_a_stage_has_slots_for_a_groups_hidden_states_to_and_from_its_neighbours() -> None:
     plans = box_plans(kind_of(server(), 3))
-    middle = planned(plans, Run(first=3, stop=5, stage=1, num_stages=3)).solution
+    middle = planned(plans, Run(first=3, stop=5, stage=1, ranks=(1, 1, 1))).solution
     assert middle.plan.crossings.num_slots == 2 * 2 * ROUNDS.group_size
     hidden_nbytes = NUM_TOKENS * SHAPE.hidden_size * 2  # bf16, one example
     assert middle.plan.crossings.slot_nbytes == hidden_nbytes
@@ -54,7 +54,7 @@ def test_the_first_of_several_stages_holds_the_activations_of_more_groups() -> N
     plans = box_plans(kind_of(server(), 4))
     # The same layers in two places, so only the number of groups in flight differs.
     early, late = (
-        planned(plans, Run(first=3, stop=5, stage=stage, num_stages=4)).solution.nbytes[MemoryTier.DEVICE]
+        planned(plans, Run(first=3, stop=5, stage=stage, ranks=(1, 1, 1, 1))).solution.nbytes[MemoryTier.DEVICE]
         for stage in (1, 2)
     )
     assert early > late
@@ -93,8 +93,8 @@ def test_a_limit_of_the_step_time_excludes_a_plan_until_the_limit_is_raised() ->
 
 def test_equal_runs_of_layers_in_equal_places_are_planned_once() -> None:
     plans = box_plans(kind_of(server(), 3))
-    assert planned(plans, Run(first=2, stop=4, stage=1, num_stages=3)) is planned(
-        plans, Run(first=3, stop=5, stage=1, num_stages=3)
+    assert planned(plans, Run(first=2, stop=4, stage=1, ranks=(1, 1, 1))) is planned(
+        plans, Run(first=3, stop=5, stage=1, ranks=(1, 1, 1))
     )
 
 

@@ -49,11 +49,13 @@ def test_each_number_of_boxes_has_a_plan_and_the_fastest_comes_first() -> None:
         assert bounds[-1][1] == SHAPE.num_layers + 1
 
 
+@pytest.mark.long
 def test_one_more_box_never_makes_the_best_plan_slower() -> None:
     one, two, three = (plans_on_server(number)[0].step_s for number in (1, 2, 3))
     assert three <= two <= one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chooses", "number"), [(False, 3), pytest.param(True, 2, marks=pytest.mark.long)])
 def test_a_faster_network_never_makes_a_plan_slower(*, chooses: bool, number: int) -> None:
     boxes = box_plans(kind_of(server(), number, chooses_microbatches=chooses))
@@ -108,6 +110,17 @@ def test_several_gpus_of_each_box_take_turns_with_the_groups() -> None:
     plan = by_number(plans_over_boxes([kind_of(hardware, 2, num_ranks=2)]))[2]
     assert plan.gpus == 2
     assert plan.num_rounds == 8 // (2 * plan.group_size)
+
+
+@pytest.mark.long
+def test_box_with_fewer_gpus_uses_all_of_its_own() -> None:
+    two = with_part(server(), gpus=with_part(server().gpus, count=2))
+    kinds = [kind_of(two, 1, name="two", num_ranks=2), kind_of(server(), 1, name="one")]
+    plan = best_plans([box_plans(kind) for kind in kinds], numbers={2}, simulates=True)[0]
+    gpus = {box.hardware: box.gpus for box in plan.boxes}
+    assert (plan.gpus, gpus) == (2, {"two": 2, "one": 1})
+    assert plan.num_rounds == 8 // (2 * plan.group_size)
+    assert plan.is_simulated
 
 
 def test_boxes_with_an_unknown_network_are_refused() -> None:

@@ -14,7 +14,7 @@ from windlass.planner.stages.stages_request import RequestedBox, StagesRequest
 
 
 def sums_of_boxes(numels: list[int], division: Division) -> list[int]:
-    runs = [run_of(division, box) for box in range(len(division))]
+    runs = [run_of(division, box, (1,) * len(division)) for box in range(len(division))]
     return [sum(numels[run.first : run.stop]) for run in runs]
 
 

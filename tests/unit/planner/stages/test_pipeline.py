@@ -45,7 +45,7 @@ def pipeline(
 def replayed_s(rounds_s: Sequence[float], num_rounds: int, crossing_s: float) -> float:
     """Returns the time of a step in which each box makes its passes in the order of the job's policy."""
     num_boxes, forward = len(rounds_s), 1 / 3
-    waiting = [list(passes_of_step(box, num_boxes, num_rounds, 1)) for box in range(num_boxes)]
+    waiting = [list(passes_of_step(box, (1,) * num_boxes, num_rounds)) for box in range(num_boxes)]
     free = [0.0] * num_boxes
     done = dict[tuple[int, int, bool], float]()
     while any(waiting):

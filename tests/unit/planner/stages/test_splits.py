@@ -112,6 +112,6 @@ def test_layers_are_divided_in_proportion_to_speed_and_the_head_counts() -> None
 
 
 def test_runs_of_a_division_are_all_blocks_in_order() -> None:
-    runs = [run_of((2, 3, 1), box) for box in range(3)]
+    runs = [run_of((2, 3, 1), box, (1, 1, 1)) for box in range(3)]
     assert [(run.first, run.stop) for run in runs] == [(0, 3), (3, 6), (6, 8)]
-    assert (run_of((6,), 0).first, run_of((6,), 0).stop) == (0, 8)
+    assert (run_of((6,), 0, (1,)).first, run_of((6,), 0, (1,)).stop) == (0, 8)

@@ -53,6 +53,12 @@ def test_plan_survives_json() -> None:
     assert read(replace(PLAN, step_s=None, notes=()).to_json()).step_s is None
 
 
+def test_plan_has_its_first_attempt_in_json_only_if_it_replaces_another() -> None:
+    assert "from_attempt" not in PLAN.to_json()
+    later = replace(PLAN, layout_epoch=1, from_attempt=3)
+    assert read(later.to_json()) == later
+
+
 def test_plan_tells_its_groups_and_rounds() -> None:
     assert (PLAN.group_size, PLAN.num_rounds) == (2, 2)
     assert [tuple(stage) for stage in PLAN.engine_stages] == [(0, 3), (3, 6)]
@@ -73,11 +79,12 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         pytest.param(lambda plan: plan.pop("num_microbatches"), id="a missing field"),
         pytest.param(lambda plan: plan.update(num_microbatches="8"), id="a text in place of a number"),
         pytest.param(lambda plan: plan.update(num_microbatches=0), id="no micro-batch"),
+        pytest.param(lambda plan: plan.update(from_attempt=-1), id="an attempt before the first one"),
         pytest.param(lambda plan: plan.update(num_ranks=0), id="no GPU"),
         pytest.param(lambda plan: plan.update(step_s=math.nan), id="a step without a time"),
         pytest.param(lambda plan: plan.update(step_s=-1.0), id="a step that ends before it begins"),
         pytest.param(lambda plan: plan.update(update_order="sometimes"), id="an unknown order"),
-        pytest.param(lambda plan: plan["stages"].pop(), id="one box"),
+        pytest.param(lambda plan: plan["stages"].clear(), id="no box"),
         pytest.param(lambda plan: plan["stages"].reverse(), id="another order of boxes"),
         pytest.param(lambda plan: plan["stages"][1].update(box="head"), id="a box twice"),
         pytest.param(lambda plan: plan["stages"][1].update(first_block=4), id="a block on no box"),

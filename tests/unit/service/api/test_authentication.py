@@ -94,6 +94,7 @@ def ask(world: World, who: str | None, method: str, path: str, things: Things, *
     return world.ask(who, method, filled, **(arguments_of(method, path, things) | more))
 
 
+@pytest.mark.short("None", "revoked")
 @pytest.mark.parametrize("who", [None, "wrong", "expired", "revoked"])
 def test_request_without_valid_key_is_refused(world: World, who: str | None) -> None:
     got_in = {}
@@ -124,6 +125,7 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     end_streams(monkeypatch)
 
 
+@pytest.mark.short("alice")
 @pytest.mark.usefixtures("_short_streams")
 @pytest.mark.parametrize("whose", [ADMIN, "alice", None])
 def test_objects_of_other_users_are_not_found(world: World, whose: str | None) -> None:
@@ -153,6 +155,7 @@ def test_objects_of_other_users_are_not_found(world: World, whose: str | None) -
     assert all(world.ask(ADMIN, "GET", f"/v1/{path}").status_code == 200 for path in paths_of(things))
 
 
+@pytest.mark.short("root-None", "alice-alice")
 @pytest.mark.usefixtures("_short_streams")
 @pytest.mark.parametrize(("who", "whose"), [("alice", "alice"), (ADMIN, "alice"), (ADMIN, ADMIN), (ADMIN, None)])
 def test_users_access_own_objects_and_admins_all(world: World, who: str, whose: str | None) -> None:
@@ -277,6 +280,7 @@ def test_malformed_authorization_headers_are_refused(world: World, header: str) 
     assert world.ask(None, "GET", JOBS, headers=headers).status_code == 401
 
 
+@pytest.mark.short("change0")
 @pytest.mark.parametrize(
     "change",
     [{"host": "0.0.0.0"}, {"host": "::"}, {"host_names": ["box.example"]}, {"trusted_proxies": ["10.0.0.1"]}],
@@ -348,6 +352,7 @@ def jobs_of(world: World, who: str) -> Any:
         return JobRepository(session, who).page(limit=100, after=None, metadata={}).rows
 
 
+@pytest.mark.short("revoke")
 @pytest.mark.parametrize("end", ["revoke", "expire", "log_out"])
 def test_a_stream_ends_with_what_it_was_opened_with(world: World, end: str) -> None:
     context = context_of(world.client)
@@ -389,6 +394,7 @@ def test_a_login_is_a_cookie_that_scripts_and_other_sites_do_not_get(world: Worl
     assert [file["id"] for file in world.client.get("/v1/files").json()["data"]] == ["file-of-alice"]
 
 
+@pytest.mark.short("log_out", "revoke")
 @pytest.mark.parametrize("end", ["log_out", "revoke", "expire", "over"])
 def test_a_login_ends_at_once(world: World, end: str) -> None:
     log_in(world, "alice")
@@ -412,6 +418,7 @@ def test_a_login_ends_at_once(world: World, end: str) -> None:
     assert world.client.get("/", follow_redirects=False).status_code == 303
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["wrong", "expired", "revoked"])
 def test_a_key_that_opens_nothing_makes_no_login(world: World, who: str) -> None:
     response = log_in(world, who)
@@ -420,6 +427,7 @@ def test_a_key_that_opens_nothing_makes_no_login(world: World, who: str) -> None
     assert world.secrets[who] not in response.text
 
 
+@pytest.mark.short("https://evil.example")
 @pytest.mark.parametrize("origin", [None, "null", "https://evil.example", "http://127.0.0.1:3000"])
 def test_forms_of_other_sites_are_refused(world: World, origin: str | None) -> None:
     log_in(world, "alice")
@@ -479,6 +487,7 @@ def test_every_change_is_in_the_audit_and_nothing_else(world: World) -> None:
             assert (newest.action, newest.target) == (event.action, named[-1])
 
 
+@pytest.mark.long
 def test_logins_are_in_the_audit(world: World) -> None:
     log_in(world, "wrong")
     log_in(world, "alice")

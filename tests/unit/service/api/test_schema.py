@@ -56,7 +56,7 @@ from windlass.storage.sql.repositories.webhooks import EVENT_TYPES, WebhookRepos
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 HOST = "127.0.0.1:8642"
-NUM_CASES, NUM_CASES_LONG = 3, 100
+NUM_CASES, NUM_CASES_LONG = 2, 100
 # Requests for each operation, and the file for the numbers of answers; `python -m benchmarks.schema` sets them.
 NUM_CASES_ONCE = int(os.environ.get("SCHEMA_CASES", "0"))
 TOLD_FILE = os.environ.get("SCHEMA_TOLD")

@@ -142,13 +142,20 @@ def test_pausing_and_resuming_say_what_becomes_of_the_job(
 ) -> None:
     answers = {"ftjob-1": "paused", "ftjob-2": "pausing"}
     monkeypatch.setattr(ServiceClient, "pause", lambda _client, job: {"status": answers[job]})
-    monkeypatch.setattr(ServiceClient, "resume", lambda _client, job, *, gpus, boxes: {"status": "queued"})
+    asked = list[Any]()
+
+    def resumed(_client: ServiceClient, job: str, *, gpus: Any, boxes: Any) -> dict[str, Any]:
+        asked.append(boxes)
+        return {"status": "queued"}
+
+    monkeypatch.setattr(ServiceClient, "resume", resumed)
     pause("ftjob-1", home=tmp_path)
     pause("ftjob-2", home=tmp_path)
     resume("ftjob-1", home=tmp_path)
-    with pytest.raises(CommandError, match="--boxes: attic is one box; name all"):
-        resume("ftjob-1", boxes="attic", home=tmp_path)
-    lines = ["job ftjob-1 is paused", "job ftjob-2 will pause after its step", "job ftjob-1 is queued"]
+    for boxes in ("1", "head", "head,attic"):
+        resume("ftjob-1", boxes=boxes, home=tmp_path)
+    assert asked == [None, 1, ["head"], ["head", "attic"]]
+    lines = ["job ftjob-1 is paused", "job ftjob-2 will pause after its step", *["job ftjob-1 is queued"] * 4]
     assert capsys.readouterr().out.splitlines() == lines
 
 

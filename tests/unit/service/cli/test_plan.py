@@ -99,6 +99,7 @@ def test_a_job_can_be_submitted_as_planned(shape: Path, home: Path) -> None:
     assert with_adam == found, "both take the same"
 
 
+@pytest.mark.long
 def test_order_of_updates_is_printed_only_where_a_job_could_get_another(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--gradient-updates", "kept")
     assert "--set sequence_length=64\n" in run(*job).output
@@ -129,6 +130,7 @@ def test_only_a_model_of_the_models_directory_can_be_submitted_by_its_name(home:
     assert [is_id(settings, name) for name in ("org/small", "small", str(folder), str(shape))] == [True, *[False] * 3]
 
 
+@pytest.mark.long
 def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--num-microbatches", "2")
     found = json.loads(run(*job, *AFTER_BACKWARD, *BF16_SUMS, "--json").output)
@@ -136,6 +138,7 @@ def test_plan_with_settings_of_gradients_is_of_a_job_with_the_same(shape: Path, 
     assert (asked.gradient_updates, asked.accumulation_precision) == ("after_backward", "bf16")
 
 
+@pytest.mark.long
 def test_plan_with_lanes_has_a_micro_batch_for_each(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--lanes", "3")
     assert " --set num_microbatches=3 --set sequence_length=64 --set lanes=3" in run(*job).output
@@ -149,6 +152,7 @@ def test_plan_of_several_gpus_has_a_micro_batch_for_each(shape: Path, home: Path
     assert " --set lanes=1 --set gpus=3\n" in run(*job, "--lanes", "1").output
 
 
+@pytest.mark.long
 def test_chosen_number_of_microbatches_is_told_to_follow_from_the_data_of_a_job(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "64")
     result = run(*job)
@@ -157,6 +161,7 @@ def test_chosen_number_of_microbatches_is_told_to_follow_from_the_data_of_a_job(
     assert "that names no number" not in run(*job, "--num-microbatches", "1").output
 
 
+@pytest.mark.long
 def test_other_systems_are_told_beside_the_plan(shape: Path, home: Path) -> None:
     job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--compare")
     result = run(*job)
@@ -291,6 +296,7 @@ def test_a_bad_shape_is_told_with_file_key_and_value(shape: Path, home: Path) ->
     assert f"{shape}: num_heads: -3" in result.output
 
 
+@pytest.mark.long
 def test_simulated_steps_leave_a_trace(shape: Path, home: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--trace", str(trace))

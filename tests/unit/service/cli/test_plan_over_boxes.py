@@ -39,6 +39,7 @@ def run(model: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["--model", model, *JOB, *arguments])
 
 
+@pytest.mark.long
 def test_plans_over_boxes_are_told_in_words(shape: str) -> None:
     result = run(shape, *SERVER, "--boxes", "2", "--network", "10")
     assert result.exit_code == 0, result.output
@@ -56,6 +57,7 @@ def test_plans_over_boxes_are_told_as_json(shape: str) -> None:
     assert two["boxes"][-1]["last_block"] == 5
 
 
+@pytest.mark.long
 def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
     kinds = (*SERVER, "--hardware", "rtx3090", "--boxes", "1", "--boxes", "1", "--network", "25")
     plans = json.loads(run(shape, *kinds, "--json").output)["plans"]
@@ -83,6 +85,7 @@ def test_options_that_do_not_go_together_are_refused(shape: str, arguments: tupl
     assert told in " ".join(result.output.split())
 
 
+@pytest.mark.long
 def test_measured_network_is_used_where_no_other_is_told(shape: str, tmp_path: Path, migrated_file: Path) -> None:
     home = tmp_path / "home"
     (home / "cluster").mkdir(parents=True)

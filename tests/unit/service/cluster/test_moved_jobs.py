@@ -333,6 +333,7 @@ def test_decided_move_is_ended_though_the_job_was_resumed_on_its_old_boxes(movin
     assert stages_of(moving.head.settings, job_id).layout_epoch == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_boxes_that_the_job_does_not_fit_leave_it_where_it_is(moving: Moving) -> None:
     job_id = start(moving, "head", NAME)
     moving.request(Instruction.RESUME, job_id, boxes=["head", OTHER])
@@ -347,6 +348,7 @@ def test_boxes_that_the_job_does_not_fit_leave_it_where_it_is(moving: Moving) ->
     assert moving.head.runners.started[-1].layout_epoch == 0
 
 
+@pytest.mark.long
 def test_box_that_lost_its_part_has_lost_it_also_in_a_move(moving: Moving) -> None:
     job_id = start(moving, "head", NAME)
     moving.resume(job_id, 3, plan_over("head", NAME, OTHER))

@@ -20,7 +20,7 @@ from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
 from windlass.service.cluster.box.agent import Agent, BoxFunctions
 from windlass.service.cluster.box.parts import discard_parts
 from windlass.service.dispatcher import dispatcher
-from windlass.service.jobs.stage_plans import keep_stages, stages_of
+from windlass.service.jobs.stage_plans import keep_stages, stages_digest, stages_of
 from windlass.service.machine.fleet.content import taken_dir
 from windlass.service.machine.fleet.messages import SyncRequest
 from windlass.service.preparation.pipeline import PreparationError
@@ -176,6 +176,19 @@ def test_job_is_planned_over_its_boxes_and_each_gets_its_part(spread: Spread) ->
     assert (folder / "dataset" / "tokens.bin").stat().st_size == 256 * 5000
 
 
+def test_simulated_step_of_a_division_is_kept_beside_it(spread: Spread) -> None:
+    job_id = spread.prepare(boxes=2)
+    spread.head.tick()
+    folder = spread.head.settings.jobs_dir / job_id / "prepare"
+    (folder / "stages.partial" / "simulated").mkdir(parents=True)
+    (folder / "stages.partial" / "simulated" / "step-4.json").write_text("{}")
+    spread.head.stage_planners[-1].answer = PLAN
+    spread.head.tick()
+    assert spread.state(job_id) == "copying"
+    assert (folder / "simulated" / "step-4.json").exists()
+    assert not (folder / "stages.partial").exists()
+
+
 def test_attempt_that_a_box_never_heard_of_is_not_begun_later(spread: Spread) -> None:
     job_id = spread.divide()
     spread.go_on(lambda: spread.head.runners.alive)
@@ -254,6 +267,7 @@ def test_part_that_cannot_start_says_why(spread: Spread) -> None:
     assert any(message.startswith(told) for message in spread.head.messages(job_id))
 
 
+@pytest.mark.long
 def test_attempt_ends_at_once_when_a_part_ends_before_all_are_connected(spread: Spread) -> None:
     job_id = spread.run()
     append_error(spread.box.settings.jobs_dir / job_id, Attempt(1), "Traceback\nValueError: no such SSD")
@@ -408,6 +422,7 @@ def test_job_that_fits_no_boxes_fails_with_what_the_closest_lack(spread: Spread)
     assert spread.head.job(job_id).error == {"code": "does_not_fit", "message": "box attic lacks 2 GiB", "param": None}
 
 
+@pytest.mark.long
 def test_job_cancelled_before_its_first_attempt_is_removed_from_its_boxes(spread: Spread) -> None:
     job_id = spread.divide()
     spread.go_on(lambda: spread.state(job_id) == "copying" and spread.part(job_id, spread.box) is not None)
@@ -471,6 +486,7 @@ def test_agent_and_dispatchers_that_are_killed_go_on(spread: Spread) -> None:
     assert spread.box.runners.alive == spread.head.runners.alive == {(job_id, 1)}
 
 
+@pytest.mark.long
 def test_box_that_has_lost_its_home_says_so(spread: Spread) -> None:
     job_id = spread.run()
     spread.end_attempt(job_id, INTERRUPTED)
@@ -617,16 +633,51 @@ def test_jobs_of_lower_priority_pause_on_all_boxes_and_go_on_afterwards(spread: 
     spread.go_on(lambda: (there, 2) in spread.box.runners.alive and (here, 2) in spread.head.runners.alive)
 
 
+@pytest.mark.long
 def test_box_that_is_reserved_begins_no_other_job_and_is_freed_if_the_job_cannot_begin(spread: Spread) -> None:
     job_id = spread.run()
     spread.begin(job_id)
     spread.end_attempt(job_id, INTERRUPTED)
-    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.box.dispatcher._parts.hold is None)
-    spread.go_on(lambda: spread.box.dispatcher._parts.hold is not None)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.state(job_id) == "ready")
     assert not spread.box.runners.alive, "it waits before the next attempt"
     with spread.head.database.write() as session:
         MirrorRepository(session).request(Instruction.CANCEL, job_id, here=spread.head.node)
     spread.go_on(lambda: spread.box.dispatcher._parts.hold is None and spread.part(job_id) is None)
+
+
+def test_box_begins_no_job_of_lower_priority_between_two_attempts(spread: Spread) -> None:
+    job_id = spread.run()
+    other = spread.prepare(box=NAME, priority=1)
+    spread.begin(job_id)
+    spread.end_attempt(job_id, INTERRUPTED)
+    held = list[bool]()
+
+    def next_attempt_begins() -> bool:
+        held.append(spread.box.dispatcher._parts.hold is not None)
+        return len(spread.box.runners.started) > 1
+
+    spread.go_on(next_attempt_begins)
+    assert all(held), "in every pass of the box's scheduler"
+    assert spread.box.runners.alive == {(job_id, 2)}
+    assert spread.head.status(other) is JobStatus.QUEUED
+
+
+def test_part_of_a_plan_with_fewer_fields_is_not_lost_when_a_restored_head_takes_it(spread: Spread) -> None:
+    before = spread.head.job(job_id := spread.prepare(boxes=2)).hyperparameters
+    spread.head.tick()
+    spread.head.stage_planners[-1].answer = PLAN
+    spread.go_on(lambda: spread.box.runners.alive)
+    for stage in (spread.head, spread.box):  # as an older release has written it
+        path = stage.settings.jobs_dir / job_id / "prepare" / "stages.json"
+        values = json.loads(path.read_text())
+        del values["layout_epoch"]
+        path.write_text(json.dumps(values))
+    spread.end_attempt(job_id, INTERRUPTED)
+    spread.go_on(lambda: spread.state(job_id) == "ready" and spread.head.status(job_id) is JobStatus.QUEUED)
+    spread.forget_division(job_id, before)
+    spread.go_on(lambda: spread.head.runners.alive)
+    assert spread.head.job(job_id).attempt == 2
+    assert stages_digest(spread.head.settings, job_id) == stages_digest(spread.box.settings, job_id)
 
 
 def test_head_that_is_older_than_the_division_takes_it_from_its_boxes(spread: Spread) -> None:
@@ -644,6 +695,7 @@ def test_head_that_is_older_than_the_division_takes_it_from_its_boxes(spread: Sp
     assert any("the division that its boxes have" in message for message in spread.head.messages(job_id))
 
 
+@pytest.mark.long
 def test_part_of_another_division_is_not_used(spread: Spread) -> None:
     job_id = spread.run()
     spread.end_attempt(job_id, INTERRUPTED)
@@ -692,12 +744,13 @@ def test_part_on_a_box_of_the_version_before_is_not_called_lost(
     assert spread.state(job_id) in ("ready", "running")
 
 
+@pytest.mark.long
 def test_box_is_not_reserved_while_the_head_has_no_room(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = spread.run()
     spread.begin(job_id)
     spread.end_attempt(job_id, INTERRUPTED)
-    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.box.dispatcher._parts.hold is None)
-    spread.go_on(lambda: spread.box.dispatcher._parts.hold is not None)
+    spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED and spread.state(job_id) == "ready")
+    assert spread.box.dispatcher._parts.hold is not None
     spread.head.now += 60  # the pause between attempts is over
     monkeypatch.setattr(dispatcher, "room_reason", lambda _: "the disk is full")
     spread.go_on(lambda: spread.box.dispatcher._parts.hold is None)

@@ -147,7 +147,9 @@ JOB_SPEC = {
     "dataset_dir": "dataset_dir",
 }
 NOT_PLANNED_JOB_SPEC = {
-    **dict.fromkeys(["stages", "box", "box_names", "layout_epoch"], "the service gives a job one box"),
+    **dict.fromkeys(
+        ["stages", "box", "box_names", "ranks_of_boxes", "layout_epoch"], "the service gives a job one box"
+    ),
     **dict.fromkeys(
         (
             "job",
@@ -516,6 +518,7 @@ _GIB = 2**30
 PLENTY_GIB, TIGHT_GIB = 1.0, 0.04
 
 
+@pytest.mark.long
 def test_best_plan_of_several_gpus_has_the_arena_that_the_runner_makes(tmp_path: Path) -> None:
     asked = windlass_settings(gpus=2, num_microbatches=4, budgets={"host_memory_gib": PLENTY_GIB})
     request = without_data(request_of(tmp_path, asked))
@@ -535,6 +538,7 @@ def test_best_plan_of_several_gpus_has_the_arena_that_the_runner_makes(tmp_path:
     assert context.plan.num_ranks == 2
 
 
+@pytest.mark.short("kept-None-bf16-4-0.04_0", "after_backward-1.0-fp32-4-0.04_0")
 @pytest.mark.parametrize(
     ("gradient_updates", "clip_norm", "accumulation_precision", "num_microbatches", "host_memory_gib"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.service.cluster_stage import LAYOUT
 from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_spec
 from tests.unit.actors.parity.test_local_groups import Run
 from tests.unit.planner.stages.test_stages_plan import FIRST, LAST, PLAN
@@ -16,31 +17,46 @@ from windlass.actors.job.context import make_context
 from windlass.actors.job.pace import Pace
 from windlass.actors.job.spec import JobCore, JobSpec
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.runtime.moving.linked_move import _of_link
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.model.partition import partition_folder
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.stages.job_stages import plan_stages
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
+from windlass.planner.stages.stages_request import PairRate
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.box_plans import BoxKind
 from windlass.service.jobs.machine_resources import MachineResources
+from windlass.service.jobs.plan_files import (
+    expected_pace,
+    keep_plan_request,
+    load_plan,
+    load_plan_request,
+    plans_of,
+)
+from windlass.service.jobs.plan_view import predicted_of
 from windlass.service.jobs.spec_builder import build_job_spec, job_dir, resolve_job
 from windlass.service.jobs.stage_plans import (
     STAGES_FILE,
+    build_move_spec,
     build_stage_spec,
+    division_of,
     fields_of_stages,
+    fields_on_one_box,
     keep_stages,
+    layout_epoch_on_one_box,
     stages_of,
     stages_of_answer,
     stages_request,
 )
 from windlass.service.preparation.steps import PREPARE_DATA
 from windlass.storage.ids import Kernel
-from windlass.storage.sql.models import Job
+from windlass.storage.sql.models import Job, JobMetrics
 
 HEAD_RESOURCES = MachineResources(num_cores=4, num_gpus=2)
 KIND = BoxKind(resources=HEAD_RESOURCES, hardware=MACHINE)
+RATE = PairRate(source="head", target="attic", bytes_per_s=1.25e9)
 # Of a job with two GPUs and eight micro-batches. One box was measured, and the other one was not.
 UNPLANNED = replace(
     PLAN,
@@ -168,7 +184,7 @@ def test_request_has_the_bounds_of_each_box_and_those_of_the_job(tmp_path: Path)
         host_memory_gib=3.0,
         gpu_memory_gib=2.0,
     )
-    request = stages_request(settings, job, [("head", KIND, 5 * 2**30), ("attic", other, None)], 2, 1e9)
+    request = stages_request(settings, job, [("head", KIND, 5 * 2**30), ("attic", other, None)], 2, (RATE,))
     assert [(box.name, box.ssd_nbytes) for box in request.boxes] == [("head", 5 * 2**30), ("attic", None)]
     assert request.num_boxes == 2
     first, second = request.boxes
@@ -180,7 +196,7 @@ def test_request_has_the_bounds_of_each_box_and_those_of_the_job(tmp_path: Path)
     assert request.num_validation_examples == RESULTS[PREPARE_DATA]["num_validation_examples"]
     assert request.layout_file == job_dir(settings, job.id) / "layout.json"
     assert request.dataset_dir == job_dir(settings, job.id) / "dataset"
-    assert request.network_bytes_per_s == 1e9
+    assert request.rates == (RATE,)
 
 
 def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_begins(tmp_path: Path) -> None:
@@ -188,10 +204,26 @@ def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_b
     job = prepared(settings, gpus="auto", num_microbatches=None)
     three = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=3))
     boxes = [("head", three, None), ("attic", KIND, None)]
-    request = stages_request(settings, job, boxes, 2, None)
-    assert (request.chooses_microbatches, request.chooses_ranks, request.num_ranks) == (True, True, 2)
+    request = stages_request(settings, job, boxes, 2)
+    assert (request.chooses_microbatches, request.chooses_ranks, request.num_ranks) == (True, True, 3)
+    assert [box.num_ranks for box in request.boxes] == [None, 2], "each box has as many as it has room for"
     job.attempt = 1
-    assert not stages_request(settings, job, boxes, 2, None).chooses_microbatches
+    assert not stages_request(settings, job, boxes, 2).chooses_microbatches
+    again = stages_request(settings, job, boxes, 2, before=PLAN)
+    assert (again.num_ranks, [box.num_ranks for box in again.boxes]) == (2, [None, None])
+
+
+def test_part_has_the_gpus_of_its_box(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, gpus="auto")
+    plan = replace(PLAN, stages=(PLAN.stages[0], replace(PLAN.stages[1], num_ranks=1)))
+    job.hyperparameters = fields_of_stages(job, plan)["hyperparameters"]
+    first, second = (build_stage_spec(settings, HEAD_RESOURCES, job, plan, index) for index in range(2))
+    assert (first.num_ranks, second.num_ranks) == (2, 1)
+    assert first.ranks == second.ranks == (2, 1)
+    after = replace(plan, layout_epoch=1)
+    move = build_move_spec(settings, HEAD_RESOURCES, job, (plan, after), [stage.box for stage in plan.stages], 1)
+    assert _of_link(move).box == 1, "boxes that move states need no numbers of GPUs"
 
 
 def test_box_with_too_few_gpus_is_named(tmp_path: Path) -> None:
@@ -199,7 +231,7 @@ def test_box_with_too_few_gpus_is_named(tmp_path: Path) -> None:
     job = prepared(settings)
     one = replace(KIND, resources=MachineResources(num_cores=8, num_gpus=1))
     with pytest.raises(ValueError, match=r"box attic: windlass\.gpus is 2, and the machine has 1 GPU"):
-        stages_request(settings, job, [("head", KIND, None), ("attic", one, None)], 2, None)
+        stages_request(settings, job, [("head", KIND, None), ("attic", one, None)], 2)
 
 
 def test_kind_of_a_home_has_the_settings_that_plans_follow_from(tmp_path: Path) -> None:
@@ -223,6 +255,92 @@ def test_plan_is_kept_and_an_unreadable_one_counts_as_missing(tmp_path: Path) ->
     for text in ("[", "[]", "{}", json.dumps({**PLAN.to_json(), "extra": 1})):
         path.write_text(text)
         assert stages_of(settings, job.id) is None
+
+
+# --- a job on one box -------------------------------------------------------------------------------------------------
+
+ONE_BOX = replace(
+    PLAN,
+    stages=(
+        replace(FIRST, stop_block=4, placement=Placement(group_size=2), peak_gib={"gpu": 1.5, "host": 2, "ssd": 3}),
+    ),
+    layout_epoch=2,
+    from_attempt=5,
+)
+
+
+def begun(settings: Settings, **asked: Any) -> Job:
+    """A job that has begun on one box."""
+    job = prepared(settings, **asked)
+    (job_dir(settings, job.id) / "layout.json").write_text(LAYOUT.to_json())
+    job.attempt, job.plan_number = 4, 0
+    return job
+
+
+def test_job_that_has_begun_on_one_box_is_one_stage_of_the_head(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = begun(settings)
+    division = division_of(settings, job)
+    assert division is not None
+    assert (division.boxes, [tuple(stage) for stage in division.engine_stages]) == (("head",), [(0, 4)])
+    assert (division.num_ranks, division.num_microbatches, division.layout_epoch) == (2, 8, 0)
+    assert layout_epoch_on_one_box(settings, job.id) == 0
+    job.attempt = 0
+    assert division_of(settings, job) is None
+
+
+def test_job_that_has_moved_to_one_box_is_in_the_epoch_of_that_move(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = begun(settings, gpus=1)
+    keep_stages(settings, job.id, ONE_BOX)
+    division = division_of(settings, job)
+    assert division is not None
+    assert (division.layout_epoch, division.from_attempt, division.num_ranks) == (2, 5, 1)
+    assert layout_epoch_on_one_box(settings, job.id) == 2
+
+
+def test_job_over_several_boxes_is_in_the_stored_division(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = begun(settings)
+    keep_stages(settings, job.id, PLAN)
+    assert division_of(settings, job) == PLAN
+    with pytest.raises(ValueError, match="its states are on the boxes head, attic"):
+        layout_epoch_on_one_box(settings, job.id)
+    (job_dir(settings, job.id) / STAGES_FILE).write_text("{}")
+    assert division_of(settings, job) is None, "it may be over several boxes"
+
+
+def test_job_that_comes_to_one_box_has_its_stage_as_its_plan(tmp_path: Path) -> None:
+    settings = home_of(tmp_path)
+    job = begun(settings)
+    job.windlass = {**job.windlass, "boxes": 1}
+    assert plans_of(settings, job) == []
+    fields = fields_on_one_box(settings, job, ONE_BOX)
+    assert (fields["plan_number"], fields["windlass"]["boxes"]) == (1, None)
+    job.plan_number, job.windlass = fields["plan_number"], fields["windlass"]
+    plan = load_plan(settings, job)
+    assert plan is not None
+    assert (plan.num_gpus, plan.num_microbatches, plan.update_order) == (2, 8, UpdateOrder.KEPT)
+    assert (plan.arena_nbytes, plan.planned_device_nbytes, plan.from_attempt) == (1000, 2000, 5)
+    assert predicted_of(plan) == {
+        "step_s": 1.25,
+        "step_s_low": None,
+        "step_s_high": None,
+        "peak_gib": {"gpu": 2000 / 2**30, "host": 1000 / 2**30, "ssd": 3},
+    }
+    step = JobMetrics(job_id=job.id, step=2, attempt=4, created_at=0.0, data={"remaining_s": 9.0, "total_steps": 4})
+    assert expected_pace(plan, step) == Pace(step_s=1.25, is_measured=False), "that step was on several boxes"
+    assert expected_pace(ONE_BOX, step) == Pace(step_s=1.25, is_measured=False)
+    assert load_plan_request(settings, job) is None
+    request = stages_request(settings, job, [("head", KIND, None)], 1, (), ONE_BOX)
+    for number in (1, 2):
+        asked = replace(request, num_ranks=number)
+        keep_plan_request(settings, job, asked.on(asked.boxes[0], MACHINE))
+    kept = load_plan_request(settings, job)
+    assert kept is not None
+    assert (kept.num_ranks, kept.hardware) == (1, MACHINE), "the first one stays"
+    without = replace(ONE_BOX, stages=(replace(ONE_BOX.stages[0], arena_nbytes=None),))
+    assert "plan_number" not in fields_on_one_box(settings, job, without), "it goes on by the plan that it had"
 
 
 def test_answer_of_the_planner_has_the_plan() -> None:
@@ -283,7 +401,7 @@ def test_job_over_two_homes_has_the_bits_of_one_box(tmp_path: Path, *, is_measur
         (name, BoxKind.of_home(settings, resources, cpu_machine() if is_measured else None), None)
         for name, settings in (("head", head), ("attic", attic))
     ]
-    plan = plan_stages(stages_request(head, job, kinds, 2, 1.25e9))
+    plan = plan_stages(stages_request(head, job, kinds, 2, (RATE,)))
     assert (plan.step_s is not None) == is_measured
     job.hyperparameters = fields_of_stages(job, plan)["hyperparameters"]
     job.attempt = 1

@@ -224,6 +224,7 @@ def _check_restart(directories: list[Path], job: str, log: list[Decision]) -> No
         _close(stores)
 
 
+@pytest.mark.long
 def test_power_loss_while_a_new_attempt_takes_over(tmp_path: Path) -> None:
     """The second attempt is cut off at each of its operations; the third still finds the committed step."""
     # The last commit reached only one SSD: the machine loses power before the other's journal has it.

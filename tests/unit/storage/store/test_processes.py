@@ -39,6 +39,7 @@ def _finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.long
 def test_four_processes_make_train_and_delete_jobs_at_once(tmp_path: Path, start: Start) -> None:
     """They also make the volume at once. One is killed repeatedly; the others, and its successors, continue."""
     chance = random.Random(7)
@@ -66,6 +67,7 @@ def test_four_processes_make_train_and_delete_jobs_at_once(tmp_path: Path, start
     assert used_nbytes(volume_file(tmp_path)) <= used_nbytes(empty) + FILE_INDEX_NBYTES
 
 
+@pytest.mark.long
 def test_killed_before_every_operation(tmp_path: Path, start: Start) -> None:
     """At any point of a process, its stores are complete or free, and its neighbour is not affected."""
     num_operations = int(_finish(start("live-and-die", tmp_path)))

@@ -244,6 +244,7 @@ class _Life:
         DirectStore.delete(volume, JOB)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, NUM_PARTS))])
 def test_power_loss_before_every_operation(tmp_path: Path, part: int) -> None:
     """Every unit has one owner or is free, and none is lost; the neighbour keeps its states."""

@@ -144,6 +144,7 @@ def test_a_move_counts_from_its_record_on_and_without_it_both_divisions_stay(
     assert job.states(3) == states
 
 
+@pytest.mark.long
 def test_a_cut_off_move_is_given_up_for_another_one(tmp_path: Path) -> None:
     job = MovingJob.make(tmp_path / "job", STAGES["2-3"])
     states = job.commit(3)
@@ -213,6 +214,7 @@ def test_a_box_without_room_is_refused_and_its_new_stores_go(tmp_path: Path, mon
     assert job.states(3) == states
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeps_log", [True, False])
 def test_new_stores_count_if_an_old_one_is_gone_and_the_log_is_of_before(tmp_path: Path, *, keeps_log: bool) -> None:
     job = MovingJob.make(tmp_path / "job", STAGES["2-3"])

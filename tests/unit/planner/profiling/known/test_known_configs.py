@@ -66,6 +66,7 @@ def test_saved_config_of_a_known_family_has_its_shape(family: str, tmp_path: Pat
         ("qwen2", {"use_sliding_window": True}),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}),
         ("gpt2", {"activation_function": "gelu_new"}),
         ("gpt2", {"attn_pdrop": 0.1}),
         ("gpt2", {"n_inner": 100}),

@@ -186,6 +186,7 @@ def test_a_missing_or_broken_file_is_not_known(tmp_path: Path, monkeypatch: pyte
         known_facts.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_recording_again_gives_the_recorded_formulas(family: str) -> None:
     sample, stored = record.Sample(family=family), file_of(family)

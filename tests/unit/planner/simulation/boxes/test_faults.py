@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.planner.simulated import rates
 from tests.support.planner.simulated_boxes import SimulatedBoxes, job_over
 from windlass.planner.simulation.boxes.faults import BoxLost, Fault, FaultedRun, LinkCut, run_with_faults, slowed
@@ -94,7 +95,7 @@ CUTS = st.builds(
 LOSSES = st.builds(BoxLost, box=st.integers(0, 2), at_s=st.floats(0.0, 60.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(faults=st.lists(CUTS | LOSSES, max_size=4), commit_s=st.sampled_from([0.0, 3.0]), is_tied=st.booleans())
 def test_any_faults_end_the_job_or_the_attempt(faults: list[Fault], commit_s: float, is_tied: bool) -> None:
     job = job_over(2, 4, 6, num_steps=3, machine=rates(commit_s=commit_s), is_tied=is_tied, num_groups=3)

@@ -147,6 +147,7 @@ def test_no_depth_of_nesting_fails_inside(client: TestClient, kind: str) -> None
         assert response.status_code in (200, 400, 413), response.text
 
 
+@pytest.mark.short("sqlite-?")
 @pytest.mark.parametrize(
     "body",
     [
@@ -261,6 +262,7 @@ def world(new_settings: Callable[[], Settings]) -> Iterator[World]:
         yield world
 
 
+@pytest.mark.short("sqlite-cookie-*")
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 @pytest.mark.parametrize("login", ["key", "cookie", "none"])
 def test_no_other_site_reaches_anything(world: World, headers: dict[str, str], login: str) -> None:

@@ -15,6 +15,7 @@ class Clock:
         return self.now_s
 
 
+@pytest.mark.short("*-1", "*-2", "*-3", "*-10", "*-60", "0.5-1200")
 @pytest.mark.parametrize("limit", [1, 2, 3, 10, 60, 1200])
 @pytest.mark.parametrize("begin_s", [0.0, 0.5, 30.0, 59.9])
 def test_request_after_given_wait_is_accepted_and_limit_holds(limit: int, begin_s: float) -> None:

@@ -51,6 +51,7 @@ def test_other_hosts_are_refused(client: TestClient, host: str) -> None:
     assert response.json()["error"]["code"] == "origin_not_allowed"
 
 
+@pytest.mark.short("0.0.0.0-*")
 @pytest.mark.parametrize(
     ("bound", "host", "is_served"),
     [

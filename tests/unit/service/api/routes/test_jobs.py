@@ -9,6 +9,8 @@ from sqlalchemy import update
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.boxes import add_box
+from tests.support.service.cluster_stage import LAYOUT
+from tests.support.service.dispatcher_stage import PREPARED
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.stages.stages_plan import StagePlan, StagesPlan
@@ -16,7 +18,7 @@ from windlass.service.api.routes import jobs as routes
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.machine_resources import MachineResources
-from windlass.service.jobs.spec_builder import job_dir
+from windlass.service.jobs.spec_builder import job_dir, resolve_job
 from windlass.service.jobs.stage_plans import keep_stages
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
@@ -555,9 +557,13 @@ def test_job_with_several_gpus_is_accepted_and_shows_them(
             {"boxes": ["attic", "cellar"]},
             "windlass.boxes: there is no box 'cellar'; there are head, attic",
         ),
-        ({"boxes": 1}, "windlass.boxes: must be a number of boxes from 2 to 16, or a list of their names"),
-        ({"boxes": True}, "windlass.boxes: must be a number of boxes from 2 to 16, or a list of their names"),
-        ({"boxes": ["head"]}, "windlass.boxes: must name 2 to 16 boxes; a job on one box names it in `box`"),
+        ({"boxes": 1}, "windlass.boxes: a new job over several boxes has 2 at least; one on one box"),
+        ({"boxes": 0}, "windlass.boxes: must be a number of boxes from 1 to 16, or a list of their names"),
+        ({"boxes": True}, "windlass.boxes: must be a number of boxes from 1 to 16, or a list of their names"),
+        (
+            {"boxes": ["head"]},
+            "windlass.boxes: a new job over several boxes has 2 at least; one on one box names it in",
+        ),
         ({"boxes": ["head", "head"]}, "windlass.boxes: must name each box once"),
         ({"boxes": 2, "box": "attic"}, "windlass: give box (attic) for one box or boxes for several, not both"),
     ],
@@ -617,7 +623,6 @@ def test_job_is_resumed_over_other_boxes_if_those_with_its_states_are_there(clie
         client.post(f"{JOBS}/{each}/pause")
     with context.database.write() as session:
         session.execute(update(Job).where(Job.id == job_id).values(attempt=1))
-    assert "the job is on one box, and stays there" in resume(alone, 2)["error"]["message"]
     assert "there is no box 'attik'" in resume(job_id, ["head", "attik"])["error"]["message"]
     assert "the head's own box must be among them" in resume(job_id, ["attic", "cellar"])["error"]["message"]
     assert "the model has 2 layers, and each box needs one: give at most 2" in resume(job_id, 3)["error"]["message"]
@@ -631,6 +636,48 @@ def test_job_is_resumed_over_other_boxes_if_those_with_its_states_are_there(clie
     assert resumed["windlass"]["settings"]["boxes"] == ["head", "attic"]
     messages = [event["message"] for event in client.get(f"{JOBS}/{job_id}/events").json()["data"]]
     assert "Resumed over the boxes head, attic" in messages
+
+
+def test_job_on_the_head_is_resumed_over_several_boxes_and_one_on_another_box_is_not(
+    client: TestClient, file_id: str
+) -> None:
+    context = context_of(client)
+    box = add_box(context, "attic")
+    job_id = create(client, file_id, windlass={"box": "head"}).json()["id"]
+    client.post(f"{JOBS}/{job_id}/pause")
+    (job_dir(context.settings, job_id)).mkdir(parents=True, exist_ok=True)
+    (job_dir(context.settings, job_id) / "layout.json").write_text(LAYOUT.to_json())
+
+    def change(**values: Any) -> None:
+        with context.database.write() as session:
+            session.execute(update(Job).where(Job.id == job_id).values(**values))
+
+    def resume(**windlass: Any) -> Any:
+        return client.post(f"{JOBS}/{job_id}/resume", json={"windlass": windlass}).json()
+
+    here = node_of(context.settings.home)
+    with context.database.read() as session:
+        resolved = resolve_job(JobRepository(session).get(job_id), dict(PREPARED))
+    change(attempt=1, node=box.node, hyperparameters=resolved.hyperparameters, total_steps=resolved.total_steps)
+    error = resume(boxes=2)["error"]
+    assert error["message"].startswith("windlass.boxes: the job is on box attic, and stays there: only a job on the")
+    change(node=here)
+    assert "the head's own box must be among them" in resume(boxes=["attic"])["error"]["message"]
+    assert "the number of GPUs of a job over several boxes" in resume(boxes=2, gpus=1)["error"]["message"]
+    resumed = resume(boxes=["head", "attic"])["windlass"]["settings"]
+    assert (resumed["boxes"], resumed["box"]) == (["head", "attic"], None)
+    client.post(f"{JOBS}/{job_id}/pause")
+    assert resume(boxes=1)["windlass"]["settings"]["boxes"] == 1
+    messages = [event["message"] for event in client.get(f"{JOBS}/{job_id}/events").json()["data"]]
+    assert messages[0] == "Resumed on one box"
+
+
+def test_job_on_one_box_that_is_resumed_on_one_keeps_its_box(client: TestClient, file_id: str) -> None:
+    add_box(context_of(client), "attic")
+    job_id = create(client, file_id, windlass={"box": "attic"}).json()["id"]
+    client.post(f"{JOBS}/{job_id}/pause")
+    resumed = client.post(f"{JOBS}/{job_id}/resume", json={"windlass": {"boxes": 1}}).json()["windlass"]["settings"]
+    assert (resumed["boxes"], resumed["box"]) == (None, "attic")
 
 
 def test_gpus_are_those_of_the_box_that_a_job_asks_for(client: TestClient, file_id: str) -> None:

@@ -307,6 +307,7 @@ def test_agent_sends_a_checkpoint_again_that_the_head_has_lost(cluster: Cluster)
         cluster.until(lambda: [row.model for row in checkpoints(cluster, job_id)] == [folder.name])
 
 
+@pytest.mark.long
 def test_agent_does_not_end_a_job_before_a_lost_checkpoint_was_sent_again(cluster: Cluster) -> None:
     job_id = run(cluster)
     folder = save_checkpoint(cluster, job_id, 1, kept=[1])
@@ -317,6 +318,7 @@ def test_agent_does_not_end_a_job_before_a_lost_checkpoint_was_sent_again(cluste
     assert (cluster.head.settings.fine_tuned_dir / folder.name / "config.json").exists()
 
 
+@pytest.mark.long
 def test_agent_sends_a_checkpoint_not_again_that_a_user_has_deleted(cluster: Cluster) -> None:
     job_id = run(cluster)
     folder = save_checkpoint(cluster, job_id, 1, kept=[1])
@@ -345,6 +347,7 @@ def test_agent_sends_checkpoints_to_a_head_that_was_restored_from_an_older_backu
     cluster.until(lambda: [row.model for row in checkpoints(cluster, job_id)] == [folder.name])
 
 
+@pytest.mark.long
 def test_agent_replaces_a_checkpoint_with_equal_content_and_the_head_keeps_it(cluster: Cluster) -> None:
     job_id = run(cluster)
     folder = save_checkpoint(cluster, job_id, 1, kept=[1])
@@ -483,6 +486,7 @@ def test_the_head_remembers_the_lease_that_it_told(cluster: Cluster) -> None:
     assert told_lease_s(cluster.box_row()) == 60 * cluster.head.settings.box_lease_minutes
 
 
+@pytest.mark.long
 def test_agent_with_more_reports_than_a_call_may_have_sends_them_in_several(cluster: Cluster) -> None:
     left = [JobReport(id=f"ftjob-{number:024x}", fields={"status": "queued"}) for number in range(2 * MOST_JOBS + 1)]
     cluster.agent._reports = lambda _jobs: [each for each in left if each.id not in cluster.agent._told]  # type: ignore

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,22 @@ def test_send_goes_on_with_a_file_of_which_the_head_was_killed_before_its_check(
     partial.write_bytes(b"a" * 5000)
     model.send()
     assert model.placed.read_bytes() == b"a" * 5000
+
+
+def test_send_and_the_agent_that_note_something_at_once_lose_nothing(
+    cluster: Cluster, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, write, agents = model.sender, send.write_durably, list[threading.Thread]()
+
+    def write_slowly(path: Path, text: str) -> None:
+        if not agents:
+            agents.append(threading.Thread(target=sender.forget_sent, args=(model.job_id, "other")))
+            agents[0].start()
+            agents[0].join(0.2)
+        write(path, text)
+
+    monkeypatch.setattr(send, "write_durably", write_slowly)
+    model.send()
+    agents[0].join(10)
+    assert sender.has_sent(model.job_id, model.name)
+    assert sender.has_sent_before(model.job_id, "other")

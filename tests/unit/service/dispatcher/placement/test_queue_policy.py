@@ -263,3 +263,11 @@ def test_priority_goes_before_fairness_and_kept_places_before_waiting_jobs() -> 
         _turn("a2", "ann", 4, priority=-1),
     ]
     assert in_turn(queued, {}, {"bob": 99.0}) == ["a2", "b2", "b1", "a1"]
+
+
+def test_job_waits_for_nothing_that_its_own_last_attempt_still_holds() -> None:
+    own = Holder(job_id="a", takes=takes(10, devices=2), is_leaving=True)
+    waiting_again = Queued(job_id="a", needs=takes(10, devices=2), is_ready=False, is_part=True)
+    decisions = decided([own], [waiting_again, waiting("b", 1, priority=1)])
+    assert decisions["a"].begins, "its resources are kept for it"
+    assert not decisions["b"].begins

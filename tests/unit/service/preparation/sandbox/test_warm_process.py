@@ -67,6 +67,7 @@ def test_process_outlives_the_thread_that_asked_for_its_first_step(warm: WarmPro
     assert warm.pid == pid
 
 
+@pytest.mark.long
 def test_each_step_has_its_own_cpu_time(warm: WarmProcess, tmp_path: Path) -> None:
     busy = "until = time.process_time() + 0.7\nwhile time.process_time() < until: pass"
     assert [begin(warm, tmp_path, busy, cpu_s=1).wait() for _ in range(3)] == [0, 0, 0]
