@@ -11,6 +11,7 @@ from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
 from windlass.planner.planning.planner import best_plan as best_plan
+from windlass.planner.planning.planner import fastest_plan as fastest_plan
 from windlass.planner.planning.process import RefusedError as RefusedError
 from windlass.planner.planning.process import answer_question as answer_question
 from windlass.planner.planning.process import arguments_of as arguments_of

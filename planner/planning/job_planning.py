@@ -156,13 +156,13 @@ def _running_job(request: ReplanRequest) -> RunningJob:
     plan, report = request.plan, request.plan.report
     if plan.placement is None or plan.arena_nbytes is None:
         raise RuntimeError("the job's plan has no placement")
-    if report.choices is None or report.bound_s is None or report.busy_s is None:
+    if report.choices is None or report.step_s is None or report.busy_s is None:
         raise RuntimeError("the job's plan lacks predicted values")
     return RunningJob(
         placement=plan.placement,
         arena_nbytes=plan.arena_nbytes,
         spills_grads=report.choices["kept_grads_on_ssd"] > 0,
-        step_s=report.bound_s,
+        step_s=report.step_s,
         compute_s=report.busy_s["compute"],
         num_steps_left=request.num_steps_left,
         restart_s=request.restart_s,

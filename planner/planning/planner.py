@@ -151,14 +151,16 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
         return *best_plan(question, profiles), None
     found = _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
     simulated: list[tuple[Solution, float]] = []
-    fastest, step_s = _fastest_of(question, profiles, found, simulated)
-    fastest, step_s = _with_idle_ssds(question, profiles, fastest, simulated)
+    busy, busy_s = _fastest_of(question, profiles, found, simulated)
+    fastest, step_s = _with_idle_ssds(question, profiles, busy, simulated)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
         (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
         rivals = found.in_order(order, step_s)
         if rivals is not None and rivals.best.step_s < step_s:
-            rival, rival_s = _fastest_of(question, profiles, rivals, simulated, step_s)
+            rival, rival_s = _fastest_of(question, profiles, rivals, simulated, busy_s)
+            if rival_s <= (1 + _FAR) * busy_s:
+                rival, rival_s = _with_idle_ssds(question, profiles, rival, simulated)
             if rival_s < step_s:
                 fastest, step_s = rival, rival_s
     return fastest.costs.job, fastest, step_s
@@ -215,9 +217,7 @@ def _with_idle_ssds(
             speeds, ssd_read_bytes=factor * speeds.ssd_read_bytes, ssd_write_bytes=factor * speeds.ssd_write_bytes
         )
         try:
-            solution = solve_kind_exactly(
-                question, replace(busy.costs, speeds=slower, limits=question.limits), profiles
-            )
+            solution = solve_kind_exactly(question, replace(busy.kind, speeds=slower, limits=question.limits), profiles)
         except DoesNotFitError:
             break
         costs = replace(solution.costs, speeds=speeds)

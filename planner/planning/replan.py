@@ -1,7 +1,7 @@
 """Makes the plan of a running job again from its measured steps, and decides whether a new plan is worth a restart.
 
-Both plans are evaluated with the same corrected rates. The old plan's measured time is not compared with a new plan's
-predicted time. A measurement includes queueing and waiting, and a prediction does not.
+Both plans are simulated with the same corrected rates. The old plan's measured time is not compared with a new plan's
+predicted time, because a measurement includes what no prediction knows.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from statistics import median
 
 from windlass.engine.memory_plan import Placement
 from windlass.planner.planning.faster import WORTH
-from windlass.planner.planning.planner import Planned, best_plan, planned, promised_step_s
+from windlass.planner.planning.planner import Planned, fastest_plan, planned, promised_step_s
 from windlass.planner.predictions import MeasuredStep, correction_of
 from windlass.planner.question import PlanQuestion, Profiles, counted
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepCosts, solution_of
@@ -61,54 +61,50 @@ def correct(
     costs = costs_of(question, profiles, running)
     old = solution_of(costs, running.placement, running.arena_nbytes)
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
-    message = f"Measured: {measured}. So a step takes {old.step_s:.3g} s; the plan said {running.step_s:.3g} s"
+    old_s = promised_step_s(question, profiles, old)
+    message = f"Measured: {measured}. So a step takes {old_s:.3g} s; the plan said {running.step_s:.3g} s"
+    same = _unchanged(question, costs.job, old, old_s, profiles)
     if not running.may_change:
-        same = _unchanged(question, costs.job, old, profiles)
         return CorrectedPlan(planned=same, changes=False, in_words=message)
-    job, new = _best(question, profiles, costs.job, old)
+    new, new_s = _best(question, profiles, old, old_s)
     others = tuple(_of_other_numbers(question, profiles, other_numbers))
-    share = 1 - new.step_s / old.step_s
+    share = 1 - new_s / old_s
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
-        message += f"; the job continues with another plan, with which a step takes {new.step_s:.3g} s"
-        better = _planned(question, job, new, profiles)
+        message += f"; the job continues with another plan, with which a step takes {new_s:.3g} s"
+        better = planned(question, new.costs.job, new, profiles, step_s=new_s)
         return CorrectedPlan(planned=better, changes=True, in_words=message, others=others)
     if share >= WORTH:
         message += (
-            f"; another plan would take {new.step_s:.3g} s, but in the remaining steps it would save {saved_s:.0f} s, "
+            f"; another plan would take {new_s:.3g} s, but in the remaining steps it would save {saved_s:.0f} s, "
             f"and a restart costs {running.restart_s:.0f} s"
         )
     else:
         message += "; no other plan is worth a change"
-    same = _unchanged(question, costs.job, old, profiles)
     return CorrectedPlan(planned=same, changes=False, in_words=message, others=others)
 
 
-def _unchanged(question: PlanQuestion, job: PlannedJob, old: Solution, profiles: Profiles) -> Planned:
+def _unchanged(question: PlanQuestion, job: PlannedJob, old: Solution, old_s: float, profiles: Profiles) -> Planned:
     """Returns the plan that the job runs with, with corrected times and the exact device memory."""
     exact, _ = counted(question, profiles, old)
-    return _planned(question, job, exact, profiles)
+    return planned(question, job, exact, profiles, step_s=old_s)
 
 
 def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> Iterator[Planned]:
     for number in numbers:
         other = replace(question, num_ranks=number)
         with contextlib.suppress(DoesNotFitError):
-            job, solution = best_plan(other, profiles)
-            step_s = promised_step_s(other, profiles, solution)
+            job, solution, step_s = fastest_plan(other, profiles)
             yield planned(other, job, solution, profiles, step_s=step_s, advises=False)
 
 
-def _planned(question: PlanQuestion, job: PlannedJob, solution: Solution, profiles: Profiles) -> Planned:
-    step_s = promised_step_s(question, profiles, solution)
-    return planned(question, job, solution, profiles, step_s=step_s)
-
-
-def _best(question: PlanQuestion, profiles: Profiles, job: PlannedJob, old: Solution) -> tuple[PlannedJob, Solution]:
+def _best(question: PlanQuestion, profiles: Profiles, old: Solution, old_s: float) -> tuple[Solution, float]:
     try:
-        return best_plan(question, profiles)
+        _, new, new_s = fastest_plan(question, profiles)
     except DoesNotFitError:  # the old plan still fits; only the search for a better one failed
-        return job, old
+        return old, old_s
+    assert new_s is not None, "the model of a job that runs has no hypothetical layers"
+    return new, new_s
 
 
 def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:

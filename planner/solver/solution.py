@@ -74,7 +74,8 @@ class DoesNotFitError(ValueError):
 class Solution:
     """A plan, with the times and bytes that the cost model expects."""
 
-    costs: StepCosts  # the cost model that chose it
+    costs: StepCosts  # the cost model of the plan
+    kind: StepCosts  # the one that it was searched with, before memory that it leaves free made buffers larger
     placement: Placement
     plan: Plan
     step_s: float
@@ -142,10 +143,11 @@ def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
         if excess > 0:
             costs = replace(costs, limits=replace(costs.limits, host_nbytes=costs.limits.host_nbytes - excess))
             continue
+        kind = costs
         costs, placement = _in_free_memory(costs, placement, limits.host_nbytes - on_device)
         outcome = outcome_of(costs.program(kinds), assignment)
         plan = plan_of(costs, placement, limits.host_nbytes - on_device)
-        return _solution(costs, placement, plan, outcome, worth)
+        return _solution(costs, kind, placement, plan, outcome, worth)
     if below < math.inf:
         return None
     raise DoesNotFitError(lambda: {MemoryTier.DEVICE: 0, MemoryTier.HOST: int(excess), MemoryTier.SSD: 0})
@@ -222,13 +224,16 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int | None
     kinds = costs.kinds()
     outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
     plan = plan_of(costs, placement, arena_nbytes)
-    return _solution(costs, placement, plan, outcome, penalty(costs))
+    return _solution(costs, costs, placement, plan, outcome, penalty(costs))
 
 
-def _solution(costs: StepCosts, placement: Placement, plan: Plan, outcome: Outcome, worth: float) -> Solution:
+def _solution(
+    costs: StepCosts, kind: StepCosts, placement: Placement, plan: Plan, outcome: Outcome, worth: float
+) -> Solution:
     nbytes = values_by_tier(outcome.nbytes)
     return Solution(
         costs=costs,
+        kind=kind,
         placement=replace(placement, num_cached_params=plan.num_cached_params),
         plan=plan,
         step_s=outcome.step_s,

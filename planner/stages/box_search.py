@@ -8,7 +8,7 @@ from dataclasses import replace
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE
 from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import numbers_of_microbatches
-from windlass.planner.planning import best_plan, numbers_of_gpus
+from windlass.planner.planning import best_plan, fastest_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
 from windlass.planner.solver import DoesNotFitError, group_sizes
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
@@ -108,7 +108,7 @@ def best_plans(
         chosen = [(each, number) for each, number in zip(boxes, choice, strict=True) if number]
         if not chosen or (numbers is not None and sum(choice) not in numbers):
             continue
-        best = _best_of(chosen, found[-1].rounds if found else None)
+        best = _best_of(chosen, found[-1].rounds if found else None, simulates=simulates)
         if best is not None:
             found.append(best)
     told = (fastest_by_simulation(each, most_events=most_events) if simulates else (each, None) for each in found)
@@ -184,16 +184,21 @@ def is_tied(layout: ModelLayout) -> bool:
     return any(len(blocks) > 1 for blocks in layout.shared)
 
 
-def _best_of_one(box: BoxPlans) -> PlannedStages | None:
-    """Returns the best plan on one box, which is that of a job on one box."""
-    best: PlannedStages | None = None
+def _best_of_one(box: BoxPlans, *, simulates: bool) -> PlannedStages | None:
+    """Returns the best plan on one box. If it `simulates`, it is that of a job on one box, else by the cost model."""
+    best, best_s = None, math.inf
     for num_ranks in _numbers_of_gpus([box]):
         question = replace(box.kind.question, num_ranks=num_ranks, chooses_ranks=False)
         try:
-            job, solution = best_plan(question, box.profiles)
+            if simulates:
+                job, solution, simulated_s = fastest_plan(question, box.profiles)
+            else:
+                (job, solution), simulated_s = best_plan(question, box.profiles), None
         except DoesNotFitError:
             continue
-        if best is None or solution.step_s < (1 - _WORTH) * best.step_s:
+        step_s = solution.step_s if simulated_s is None else simulated_s
+        if step_s < (1 - _WORTH) * best_s:
+            best_s = step_s
             rounds = Rounds(
                 num_ranks=num_ranks, num_microbatches=job.num_microbatches, group_size=solution.costs.group_size
             )
@@ -209,15 +214,20 @@ def _best_of_one(box: BoxPlans) -> PlannedStages | None:
 
 
 def _best_of(
-    chosen: Choice, likely: Rounds | None, *, leads: bool = False, below: float = math.inf
+    chosen: Choice,
+    likely: Rounds | None,
+    *,
+    leads: bool = False,
+    below: float = math.inf,
+    simulates: bool = True,
 ) -> PlannedStages | None:
     """Returns the best plan for a number of boxes of each kind, all of whose boxes agree.
 
     `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
-    box of the first kind comes first. `below`: only plans with a shorter step count.
+    box of the first kind comes first. `below`: only plans with a shorter step count. `simulates`: see `_best_of_one`.
     """
     if sum(number for _, number in chosen) == 1:
-        return _best_of_one(chosen[0][0])
+        return _best_of_one(chosen[0][0], simulates=simulates)
     best = search_free(chosen, likely, leads=leads, below=below)
     if best is None or agree(best.plans):
         return best

@@ -19,10 +19,10 @@ def even_stages(request: StagesRequest, layout: ModelLayout, notes: Sequence[str
     """
     division = even_division([block.numel for block in layout.blocks], len(request.boxes))
     rounds = rounds_without_plan(request)
-    ranks = (rounds.num_ranks,) * len(division)
+    ranks = tuple(min(rounds.num_ranks, box.num_ranks or rounds.num_ranks) for box in request.boxes)
     runs = [run_of(division, box, ranks) for box in range(len(division))]
     return StagesPlan(
-        num_ranks=rounds.num_ranks,
+        num_ranks=max(ranks),
         num_microbatches=rounds.num_microbatches,
         update_order=request.training.order_of_updates,
         step_s=None,
@@ -33,10 +33,11 @@ def even_stages(request: StagesRequest, layout: ModelLayout, notes: Sequence[str
                 stop_block=run.stop,
                 placement=Placement(group_size=rounds.group_size),
                 num_optimizers=box.num_optimizers,
+                num_ranks=None if num_ranks == max(ranks) else num_ranks,
                 host_memory_nbytes=box.host_memory_nbytes,
                 peak_gib={},
             )
-            for box, run in zip(request.boxes, runs, strict=True)
+            for box, run, num_ranks in zip(request.boxes, runs, ranks, strict=True)
         ),
         notes=tuple(notes),
     )

@@ -129,14 +129,14 @@ def _boxes_of(planned: PlannedStages, groups: Sequence[Sequence[RequestedBox]]) 
 def _over_their_network(
     planned: PlannedStages, request: StagesRequest, groups: Sequence[Sequence[RequestedBox]]
 ) -> PlannedStages:
-    """Returns a plan whose network is that between its own boxes, as far as it was measured."""
+    """Returns a plan whose network is that between its own boxes, as far as it was measured; see `rate_of`."""
     names = [box.name for box in _boxes_of(planned, groups)]
     ways = list(itertools.pairwise(names))
     if planned.pipeline.shared_params_nbytes:
         ways.append((names[0], names[-1]))
     rates = {way: rate for way in ways if (rate := request.rate_between(*way)) is not None}
     cards = tuple(
-        min((rate for way, rate in rates.items() if name in way), default=assumed)
+        max((rate for way, rate in rates.items() if name in way), default=assumed)
         for name, assumed in zip(names, planned.pipeline.network_bytes, strict=True)
     )
     return replace(planned, pipeline=replace(planned.pipeline, network_bytes=cards))

@@ -90,6 +90,9 @@ class StagesPlan:
         values: dict[str, Any] = _PLAN.dump_python(self, mode="json")
         if not self.from_attempt:
             del values["from_attempt"]  # so that plans of releases that lack it keep their bytes, and so their digests
+        for stage in values["stages"]:
+            if stage["num_ranks"] is None:  # for the same reason
+                del stage["num_ranks"]
         return values
 
     @property

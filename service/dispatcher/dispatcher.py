@@ -526,11 +526,13 @@ class Dispatcher:
             if (reason := self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))) is not None:
                 self._queue.explain(job, reason)
         elif (reason := self._spread.adopt(job, parts)) is not None:
+            self._spread.reserve(job, parts, is_wanted=False)
             self._queue.explain(job, reason)
         else:
             try:
                 links = self._spread.new_attempt(job, boxes, parts)
             except ReportedError as error:
+                self._spread.reserve(job, parts, is_wanted=False)  # a person has to mend it first
                 self._queue.explain(job, str(error))
                 return
             self._launch(job, None, gpus=shown_gpus_of(job), over=(parts, links))

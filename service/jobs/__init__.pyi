@@ -58,6 +58,7 @@ from windlass.service.jobs.stage_plans import division_of as division_of
 from windlass.service.jobs.stage_plans import fields_of_stages as fields_of_stages
 from windlass.service.jobs.stage_plans import fields_on_one_box as fields_on_one_box
 from windlass.service.jobs.stage_plans import forget_next_stages as forget_next_stages
+from windlass.service.jobs.stage_plans import forget_stages as forget_stages
 from windlass.service.jobs.stage_plans import is_moved as is_moved
 from windlass.service.jobs.stage_plans import keep_next_stages as keep_next_stages
 from windlass.service.jobs.stage_plans import keep_stages as keep_stages

@@ -164,6 +164,7 @@ def _report_on_one_box(plan: StagesPlan) -> PlanReport:
         choices={
             "gpus": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
+            "group_size": plan.group_size,
             "gradient_updates": plan.update_order.value,
         },
     )
@@ -231,6 +232,12 @@ def layout_epoch_on_one_box(settings: Settings, job_id: str) -> LayoutEpoch:
 def keep_next_stages(settings: Settings, job_id: str, plan: StagesPlan) -> None:
     """Stores the division to which a job's states are to be moved. Raises OSError."""
     write_durably(_next_path(settings, job_id), json.dumps(plan.to_json()))
+
+
+def forget_stages(settings: Settings, job_id: str) -> None:
+    """Deletes the divisions of a job that has no states. Raises OSError."""
+    forget_next_stages(settings, job_id)
+    _path(settings, job_id).unlink(missing_ok=True)
 
 
 def forget_next_stages(settings: Settings, job_id: str) -> None:

@@ -166,7 +166,7 @@ def resume_job(
             job = JobRepository(session, caller.only_of).get(job_id)
             _check_boxes(context, session, boxes, least=1)
             _check_move(context, session, job, boxes)
-        if isinstance(gpus, int):
+        if gpus is not None:
             job = JobRepository(session, caller.only_of).get(job_id)
             if boxes is not None or is_over_boxes(job):
                 raise ApiError(
@@ -174,8 +174,9 @@ def resume_job(
                     param="windlass.gpus",
                     code="invalid_value",
                 )
-            _check_gpus(context, session, gpus, node=job.node)
-            _check_microbatches(job, gpus)
+            if isinstance(gpus, int):
+                _check_gpus(context, session, gpus, node=job.node)
+                _check_microbatches(job, gpus)
         job = _request(context, session, caller, Instruction.RESUME, job_id, gpus=gpus, boxes=boxes)
         audit(session, job_id)
         return _with_metrics(context, session, [job])[0]

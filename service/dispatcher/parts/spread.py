@@ -28,6 +28,7 @@ from windlass.service.jobs import (
     fields_of_stages,
     fields_on_one_box,
     forget_next_stages,
+    forget_stages,
     is_for_several,
     is_moved,
     job_dir,
@@ -193,6 +194,7 @@ class SpreadJobs:
         if plan.is_over_several:
             keep_stages(self.settings, job.id, plan)  # before the rows say so, because the boxes fetch it
         else:
+            forget_stages(self.settings, job.id)  # it may have been divided before its boxes left; it has no states
             fields |= fields_on_one_box(self.settings, job, plan)
         with self.database.write() as session:
             _check_asks_the_same(session, job)
@@ -275,7 +277,11 @@ class SpreadJobs:
         """Stores a new division. The old one stays in force. Raises ValueError if the bits would not be the same."""
         fields_of_stages(job, plan)
         if (plan.num_ranks, plan.update_order) != (before.num_ranks, before.update_order):
-            raise ValueError("the new plan is for another number of GPUs, or another order of updates")
+            new, old = (
+                f"{count_text(each.num_ranks, 'GPU')} a box and {each.update_order.value} updates"
+                for each in (plan, before)
+            )
+            raise ValueError(f"the new plan has {new}, and the job began with {old}: name boxes with as many GPUs")
         with self.database.write() as session:
             JobRepository(session).check_held(job)
             for note in plan.notes:

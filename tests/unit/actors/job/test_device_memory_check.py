@@ -198,7 +198,7 @@ def test_a_gpu_that_is_smaller_than_the_budget_is_named(tmp_path: Path, monkeypa
     partition = make_partition(spec)
     context = make_context(spec, partition.layout, "")
     need = device_need_of_job(context, partition)
-    large = replace(need, activations=replace(need.activations, operation_nbytes=30 * GIB))
+    large = replace(need, activations=need.activations._replace(operation_nbytes=30 * GIB))
     monkeypatch.setattr(device_room, "device_need_of_job", lambda *_, **__: large)
 
     def require(gpu_nbytes: int, **changes: Any) -> None:

@@ -62,6 +62,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(job(tmp_path_factory.mktemp("baseline")))
 
 
+@pytest.mark.long
 def test_number_of_optimizers(tmp_path: Path, baseline: Result) -> None:
     assert_same(train(job(tmp_path, num_cpu_optimizers=2)), baseline)
 

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.papers.several_gpus import plan_for_gpus
 
 
+@pytest.mark.long
 def test_plans_have_as_many_examples_for_each_gpu() -> None:
     one, two = (plan_for_gpus(13, num_gpus) for num_gpus in (1, 2))
     assert (one.num_examples, two.num_examples) == (32, 64)

@@ -37,7 +37,7 @@ NUM_STEPS, NUM_MEASURED = 12, 6
 # Declared rates, per second, so that other load on this machine does not matter. The profile has the right compute
 # rate, and 100 times the real SSD rate.
 SSD_BYTES, FLOP = 3e7, 5e10
-BUDGET_NBYTES = 40 << 20
+BUDGET_NBYTES = 32 << 20
 
 
 def job(root: Path, **changes: Any) -> JobSpec:

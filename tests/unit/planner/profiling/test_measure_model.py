@@ -111,6 +111,7 @@ def test_gradients_are_summed_and_converted_as_in_a_job(
     assert set(normed) == {torch.bfloat16}  # of hidden states, and of gradients as they leave the device
 
 
+@pytest.mark.long
 def test_norms_of_several_lanes_are_measured_apart_from_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
     config = ARCHITECTURES["Llama"].config(tied=False, dropout=0.0)

@@ -173,8 +173,10 @@ def test_first_kind_has_the_first_blocks_although_another_order_is_faster() -> N
     kinds = [kind_of(server(), 1, name="fast"), kind_of(slow, 1, name="slow")]
     plans = [over_all(*kinds), over_all(*reversed(kinds))]
     assert [[boxes.kind.name for boxes in plan.boxes] for plan in plans] == [["fast", "slow"], ["slow", "fast"]]
-    free = plans_over_boxes(kinds)
-    assert min(plan.step_s for plan in plans) == pytest.approx(by_number(free)[2].formula_step_s, rel=2e-3)
+    # Of plans that take nearly as long by the formula, that with the shortest simulated step is taken.
+    least_s, taken_s = min(plan.step_s for plan in plans), by_number(plans_over_boxes(kinds))[2].formula_step_s
+    assert taken_s is not None
+    assert (1 - 2e-3) * least_s <= taken_s <= 1.1 * least_s
     assert plans[0].step_s != plans[1].step_s
 
 

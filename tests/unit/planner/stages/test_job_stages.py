@@ -245,6 +245,35 @@ def test_network_is_that_between_the_chosen_boxes(request_for_two: StagesRequest
     assert plan.step_s == two.step_s, "the slow box does not count"
 
 
+def test_box_with_few_gpus_has_no_more_workers_without_a_solver_either(request_for_two: StagesRequest) -> None:
+    training = replace(request_for_two.training, batch_size=8, num_microbatches=8)
+    boxes = (box("head", None, num_ranks=2), box("attic", None, num_ranks=1))
+    plan = plan_stages(replace(request_for_two, training=training, num_ranks=4, boxes=boxes), _SHAPES)
+    assert (plan.step_s, plan.num_ranks, plan.ranks) == (None, 2, (2, 1))
+    assert StagesPlan.from_json(plan.to_json()) == plan
+    assert ["num_ranks" in stage for stage in plan.to_json()["stages"]] == [False, True]
+
+
+def test_network_card_has_the_rate_of_its_fastest_way(
+    searched: tuple[StagesPlan, PlannedStages], request_for_two: StagesRequest, machine: Hardware
+) -> None:
+    """A slow pair is slow because of one of its cards: the other one is not slow towards others."""
+    (first, second), planned = request_for_two.boxes, searched[1]
+    third = replace(second, name="slow")
+    rates = (*both_ways("head", "attic", 1e9), *both_ways("attic", "slow", 1e8))
+    three = replace(
+        planned,
+        boxes=(*planned.boxes, planned.boxes[-1]),
+        pipeline=replace(planned.pipeline, network_bytes=(1.0, 1.0, 1.0)),
+    )
+    request = replace(request_for_two, boxes=(first, second, third), rates=rates)
+    groups = [[each] for each in request.boxes]
+    kinds = {plans.kind.name for plans in three.boxes}
+    groups = [list(request.boxes)] if len(kinds) == 1 else groups
+    found = job_stages._over_their_network(three, request, groups)
+    assert found.pipeline.network_bytes == (1e9, 1e9, 1e8)
+
+
 def test_boxes_whose_network_is_nearly_as_fast_share_plans(request_for_two: StagesRequest, machine: Hardware) -> None:
     boxes = tuple(box(name, machine) for name in ("head", "a", "b", "slow"))
     rates = (*both_ways("head", "a", 1e9), *both_ways("head", "b", 0.9e9), *both_ways("head", "slow", 1e8))

@@ -23,7 +23,7 @@ from windlass.service.cluster.box.agent import Agent
 from windlass.service.cluster.box.connection import HeadUnreachable
 from windlass.service.jobs import stage_plans
 from windlass.service.jobs.plan_files import load_plan
-from windlass.service.jobs.stage_plans import division_of, next_stages_of, stages_of
+from windlass.service.jobs.stage_plans import division_of, keep_stages, next_stages_of, stages_of
 from windlass.service.preparation.pipeline import PreparationError
 from windlass.storage.ids import Attempt
 from windlass.storage.sql.database import Database
@@ -66,7 +66,6 @@ def epoch_of(moving: Moving, job_id: str) -> int:
     return plan.layout_epoch
 
 
-@pytest.mark.long
 def test_job_moves_from_one_box_to_two_and_back(moving: Moving) -> None:
     job_id = on_one_box(moving)
     assert stages_of(moving.head.settings, job_id) is None, "a job that was never divided has no division"
@@ -192,8 +191,14 @@ def test_job_that_does_not_fit_the_new_boxes_stays_on_one(moving: Moving) -> Non
     assert (moving.head.runners.started[-1].layout_epoch, moving.head.job(job_id).attempt) == (0, 2)
 
 
-def test_job_that_has_not_begun_is_planned_on_the_boxes_with_which_it_is_resumed(moving: Moving) -> None:
+@pytest.mark.parametrize("was_divided", [False, True])
+def test_job_that_has_not_begun_is_planned_on_the_boxes_with_which_it_is_resumed(
+    moving: Moving, was_divided: bool
+) -> None:
+    """Also if it was divided over a box that was removed before it began."""
     job_id = moving.prepare(boxes=2)
+    if was_divided:
+        keep_stages(moving.head.settings, job_id, plan_over("head", NAME))
     moving.request(Instruction.PAUSE, job_id)
     moving.request(Instruction.RESUME, job_id, boxes=1)
     moving.go_on(lambda: moving.head.stage_planners)

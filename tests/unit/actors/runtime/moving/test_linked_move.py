@@ -43,6 +43,7 @@ def move_in_threads(job: MovingJob, specs: Sequence[MoveSpec], links: Sequence[L
     return moved
 
 
+@pytest.mark.long
 def test_all_bytes_cross_sockets_that_are_cut(tmp_path: Path) -> None:
     job = MovingJob.make(tmp_path / "job")
     states = job.commit(7)
