@@ -85,6 +85,10 @@ class Parts:
                 self._keep_division(part, orders[part.job_id])
         for job_id, order in orders.items():
             link = None if order.link is None else order.link.model_dump(mode="json")
+            is_unlike = order.plan is not None and job_id in self._unlike
+            if is_unlike and order.link is not None and order.link.move is None:
+                # The attempt is of a division that this box has not got yet: the head sends it with its next answer.
+                link = None
             before = known.get(job_id)
             told = None if before is None else (before.attempt, before.link, before.is_over, before.position)
             is_behind = before is not None and before.state == PartState.READY.value and before.served < order.ended

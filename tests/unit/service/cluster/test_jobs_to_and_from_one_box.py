@@ -191,6 +191,22 @@ def test_job_that_does_not_fit_the_new_boxes_stays_on_one(moving: Moving) -> Non
     assert (moving.head.runners.started[-1].layout_epoch, moving.head.job(job_id).attempt) == (0, 2)
 
 
+def test_box_begins_no_attempt_of_a_division_that_it_has_not_got(moving: Moving) -> None:
+    """It has told of the end of the move before the head has, so its part is ready when the next attempt begins."""
+    job_id = on_one_box(moving)
+    moving.resume(job_id, 2, plan_of(moving, job_id, "head", NAME))
+    moving.go_on(lambda: alive(moving) == [True, True, False])
+    moving.end(job_id, MOVED)
+    for _ in range(3):
+        moving.box.tick()
+        moving.agent.tick()
+    moving.go_on(lambda: alive(moving) == [True, True, False])
+    assert moving.head.job(job_id).attempt == 3
+    spec = moving.box.runners.started[-1]
+    assert (spec.attempt, spec.box, spec.layout_epoch) == (3, 1, 1)
+    assert not [message for message in moving.head.messages(job_id) if "could not begin" in message]
+
+
 @pytest.mark.parametrize("was_divided", [False, True])
 def test_job_that_has_not_begun_is_planned_on_the_boxes_with_which_it_is_resumed(
     moving: Moving, was_divided: bool
