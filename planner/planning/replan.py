@@ -63,8 +63,8 @@ def correct(
     measured = "; ".join(correction.in_words) or "the machine does what its profile says"
     old_s = promised_step_s(question, profiles, old)
     message = f"Measured: {measured}. So a step takes {old_s:.3g} s; the plan said {running.step_s:.3g} s"
-    same = _unchanged(question, costs.job, old, old_s, profiles)
     if not running.may_change:
+        same = _unchanged(question, costs.job, old, old_s, profiles)
         return CorrectedPlan(planned=same, changes=False, in_words=message)
     new, new_s = _best(question, profiles, old, old_s)
     others = tuple(_of_other_numbers(question, profiles, other_numbers))
@@ -81,6 +81,7 @@ def correct(
         )
     else:
         message += "; no other plan is worth a change"
+    same = _unchanged(question, costs.job, old, old_s, profiles)
     return CorrectedPlan(planned=same, changes=False, in_words=message, others=others)
 
 

@@ -163,9 +163,7 @@ def test_move_to_one_box_that_was_decided_is_ended_before_the_states_move_back(m
     job_id = start(moving, "head", NAME)
     moving.resume(job_id, 1, plan_of(moving, job_id, "head"))
     moving.go_on(lambda: alive(moving) == [True, True, False])
-    moving.decide(job_id, 1)
-    moving.end(job_id, "failed", error={"code": "start_failed", "message": "killed", "param": None})
-    moving.go_on(lambda: moving.head.status(job_id) is JobStatus.PAUSED)
+    moving.cut_off_decided(job_id, 1)
     moving.request(Instruction.RESUME, job_id, boxes=["head", NAME])
     moving.go_on(lambda: alive(moving) == [True, True, False])
     assert moving.head.runners.moves[-1].epoch == 1

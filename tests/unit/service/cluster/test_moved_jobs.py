@@ -166,6 +166,12 @@ class Moving(Spread):
             )
             log.append(decision)
 
+    def cut_off_decided(self, job_id: str, epoch: int) -> None:
+        """Ends a move on all boxes after its decision, without the outcome that says so. The job is paused."""
+        self.decide(job_id, epoch)
+        self.end(job_id, "failed", error={"code": "start_failed", "message": "killed", "param": None})
+        self.go_on(lambda: self.head.status(job_id) is JobStatus.PAUSED)
+
 
 @pytest.fixture
 def moving(tmp_path: Path, databases: tuple[Database, Database], migrated_file: Path) -> Iterator[Moving]:
@@ -322,9 +328,7 @@ def test_decided_move_is_ended_though_the_job_was_resumed_on_its_old_boxes(movin
     job_id = start(moving, "head", NAME)
     moving.resume(job_id, 3, plan_over("head", NAME, OTHER))
     moving.go_on(lambda: alive(moving) == [True, True, True])
-    moving.decide(job_id, 1)
-    moving.end(job_id, "failed", error={"code": "start_failed", "message": "killed", "param": None})
-    moving.go_on(lambda: moving.head.status(job_id) is JobStatus.PAUSED)
+    moving.cut_off_decided(job_id, 1)
     moving.request(Instruction.RESUME, job_id, boxes=["head", NAME])
     moving.go_on(lambda: alive(moving) == [True, True, True])
     assert moving.head.runners.moves[-1].epoch == 1
