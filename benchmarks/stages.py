@@ -28,9 +28,6 @@ from windlass.planner.stages import BoxKind, BoxPlans, StagesReport, best_plans
 _MACHINE = "rtx4090-server"
 # A simulation of the largest job takes minutes of CPU time.
 _MOST_EVENTS = 20_000_000
-# The GPUs of each box, where they are others than the machine's: memory in GiB, and TFLOPS. With 24 GiB, no number of
-# boxes has a plan for the larger model.
-_GPUS = {"llama-3.1-70b": {}, "llama-3.1-405b": {"memory_gib": 80, "tflops": 250}}
 # Models, each with the GPUs of a box and with its batch sizes: a row of the picture.
 _MODELS = (("llama-3.1-70b", 4, (64, 256)), ("llama-3.1-70b", 1, (64,)), ("llama-3.1-405b", 4, (64, 256)))
 _NUM_TOKENS = 1024
@@ -65,7 +62,7 @@ _JOBS = [
 def machine(job: Job, gbit_per_s: float) -> Hardware:
     """Returns Ratel's server with GPUs for a job, each with its own PCIe link, and a network card."""
     server = machine_of(_MACHINE)
-    gpus = with_part(server.gpus, count=job.num_gpus, **_GPUS[job.model])
+    gpus = with_part(server.gpus, count=job.num_gpus)
     return with_part(server, gpus=gpus, network_gb_per_s=gbit_per_s / 8)
 
 
@@ -203,10 +200,10 @@ def section(*, quick: bool, kept: KeptResults = _NOTHING_KEPT) -> tuple[str, dic
     )
     page.add(
         f"The boxes below are `{_MACHINE}` (12 SSDs, 768 GiB of RAM) with GPUs of 24 GiB, each with a PCIe link of its "
-        "own. For 405B the GPUs are others, of 80 GiB and 250 TFLOPS, because up to eight boxes with 24 GiB have no "
-        "room. Jobs on several boxes use all GPUs. A job on one box uses those with which it is fastest. For 70B that "
-        "is one GPU, because plans with several lack 3.5 GiB on each: so several boxes are faster by more than their "
-        "number. Training is in bf16 with AdamW's states in fp32, and gradients are clipped. *Bound by* is the "
+        "own. Jobs on several boxes use all GPUs. A job on one box uses those with which it is fastest. Two boxes have "
+        "no plan for 405B: with several groups of micro-batches, sums wait in host memory, 4 bytes a parameter, which "
+        "is 812 GB in each; with one group for each GPU, the box with the embedding lacks 0.9 GiB of GPU memory. "
+        "Training is in bf16 with AdamW's states in fp32, and gradients are clipped. *Bound by* is the "
         "formula's answer. *Waits* is the share of a step in which the busiest box waits for others: it falls with "
         "more groups of micro-batches a step, so with larger batches. *Network busy* is the time in which the busiest "
         "network card sends. All GPUs of a job compute at once, a group each. *Memory* is the peak of the box that "

@@ -6,7 +6,7 @@ file uses only the standard library, because the scheduler's policy and the mess
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 JobId = NewType("JobId", str)
 # One launch of a job, counted from 1. Every record and every write carries it; the highest attempt wins.
@@ -152,9 +152,11 @@ class Formats:
 ALL_FORMATS = tuple(Formats(*pair) for pair in _ITEMSIZES)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ChunkKey:
-    """A chunk of a job: a fixed number of consecutive elements of one block's flat parameter vector."""
+class ChunkKey(NamedTuple):
+    """A chunk of a job: a fixed number of consecutive elements of one block's flat parameter vector.
+
+    A tuple, because keys are hashed very often.
+    """
 
     block: BlockIndex
     chunk: ChunkIndex

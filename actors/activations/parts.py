@@ -119,10 +119,10 @@ class BufferQueue:
     def first(self) -> Part | None:
         """Returns the next part, without removing it; None if none waits. It stays first until its place changes."""
         for waiting, at in ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD)):
-            while waiting and waiting.first.at is not at:
+            while waiting:
+                if (part := waiting.first).at is at:
+                    return part
                 waiting.pop()
-            if waiting:
-                return waiting.first
         return None
 
 

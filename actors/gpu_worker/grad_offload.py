@@ -43,6 +43,7 @@ from windlass.engine.device import (
 from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job, grad_overlay_of_job
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.engine.optimizer import NormInParts
+from windlass.engine.pieces import ChunkNorms, SumBesideTotal
 from windlass.storage.cancellation import Permits, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, ChunkKey, Span, StateKind, Step
 from windlass.storage.memory import SlotPool
@@ -122,13 +123,16 @@ class GradOffload:
         self._flushed_step = 0  # the last step whose backward pass is over and whose spans were sent
         planned = self._plan_buffers(summed_in_fp32)
         self._flats = DeviceBuffers(device, planned, name="gradients")
-        self._partials = PartialGrads(context, device, self._flats, arena, spans, send, rank=rank)
+        self._partials = PartialGrads(context, device, self._take, arena, spans, send, rank=rank)
         self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
         self._overlay: OverlaidBuffers | None = None
         self._pieces: StreamedGrads | None = None
         if self._in_pieces:
             self._overlay = OverlaidBuffers(device, self._plan_overlay(summed_in_fp32), name="gradients")
-            self._pieces = StreamedGrads(context, device, arena, self._slots, spans, self._dtype, self._overlay)
+            self._pieces = StreamedGrads(
+                context, device, arena, self._slots, self._partials, spans, self._dtype, self._overlay, rank=rank
+            )
+        self._beside_totals: dict[Use, SumBesideTotal] = {}  # of the operation that was begun last
         self._committed = -1
         self._uncommitted: list[_Offload] = []  # streamed gradients that spill after the next commit
 
@@ -166,11 +170,16 @@ class GradOffload:
         if source is not SumSource.DEVICE and self._sums.needs_permit(use):
             where = f"block {block} in step {operation.step}"
             self._permits.acquire(f"a gradient buffer for {where}; the gradient offload or the optimizer is stuck")
+        numel = self._context.layout.blocks[block].numel
+        if self._lanes.num_lanes > 1 and self._is_overlaid(use):
+            left = self._partials.wait_for(operation, use) if source is SumSource.HOST else None
+            sums = self._buffers[use] = GradBuffer(self._take(use, numel, dtype, self._device.compute))
+            self._beside_totals[use] = self._streamed.beside_total(operation, sums, left)
+            return self._beside_totals[use]
         if source is SumSource.HOST:
             self._buffers[use] = self._partials.take(operation, use)
         elif source is SumSource.NEW_BUFFER:
-            numel = self._context.layout.blocks[block].numel
-            self._buffers[use] = GradBuffer(self._take(use, numel, dtype))
+            self._buffers[use] = GradBuffer(self._take(use, numel, dtype, self._device.compute))
         total = self._buffers[use]
         return total if self._lanes.num_lanes == 1 else self._in_lanes(operation, block, total)
 
@@ -183,7 +192,13 @@ class GradOffload:
         if self._lanes.num_lanes == 1 or self._lanes.has_open_lane(stop):
             return
         for block in operation.blocks:
-            total = self._buffers[operation.block, block]
+            use = (operation.block, block)
+            if block in self._in_pieces:
+                continue  # they end with their operation
+            if (beside := self._beside_totals.pop(use, None)) is not None:
+                self._device.compute.run(beside.finish)
+                continue
+            total = self._buffers[use]
             if total.lane is None:
                 continue
             # The lane has already ended, unless its last micro-batches are missing in a small step.
@@ -198,25 +213,27 @@ class GradOffload:
         It is called after the operation is queued on the compute stream, in all groups but the step's last.
         """
         if operation.block in self._in_pieces:
-            self._streamed.end(operation.block)
+            self._streamed.end()
             return
-        for use in self._sums.pass_on(operation):
+        uses = self._sums.pass_on(operation)
+        self._partials.will_leave(len(uses))
+        for use in uses:
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
 
     def complete(
         self,
         block: BlockIndex,
-        on_complete: Callable[[torch.Tensor | NormInParts], object],
+        on_complete: Callable[[torch.Tensor | NormInParts | ChunkNorms], object],
         received: Sequence[GradBuffer] = (),
     ) -> None:
         """Completes a block's gradient after its last operation.
 
         `on_complete` is run on the compute stream with the gradient in its final type, because the conversion may
-        overflow. Of a gradient that has left in pieces it gets the norm. `received`: sums of other boxes, which are
+        overflow. Of a gradient that has left in pieces it gets the norms. `received`: sums of other boxes, which are
         added. The sum of two numbers does not depend on their order, so its bits are those of one box.
         """
         if block in self._in_pieces:
-            norm = self._streamed.end(block)
+            norm = self._streamed.end()
             assert norm is not None, "the last group's operation completes the gradient"
             self._device.compute.run(functools.partial(on_complete, norm))
             return
@@ -291,12 +308,16 @@ class GradOffload:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _take(self, use: Use, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Acquires a buffer for a sum of a use of a block, or for its gradient; see `DeviceBuffers.take`."""
+    def _is_overlaid(self, use: Use) -> bool:
+        """Returns whether the sum of a use lies in the memory of gradients in pieces."""
         user, block = use
-        if self._overlay is not None and user == block and block in self._context.plan.grad_overlaid_blocks:
-            return self._overlay.take(block, numel, dtype, self._device.compute)
-        return self._flats.take(numel, dtype, self._device.compute)
+        return user == block and block in self._context.plan.grad_overlaid_blocks
+
+    def _take(self, use: Use, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Acquires a buffer for a sum of a use of a block, or for its gradient; see `DeviceBuffers.take`."""
+        if self._overlay is not None and self._is_overlaid(use):
+            return self._overlay.take(use[1], numel, dtype, stream)
+        return self._flats.take(numel, dtype, stream)
 
     def _narrow(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the start of an fp32 buffer in the type in which gradients leave, to be released instead."""
@@ -318,6 +339,7 @@ class GradOffload:
             context.plan.grad_overlaid_blocks,
             itemsize=self._dtype.itemsize,
             summed_in_fp32=summed_in_fp32,
+            has_lanes=self._lanes.num_lanes > 1,
             is_summed=context.spec.training.num_microbatches > 1,
         )
         dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}

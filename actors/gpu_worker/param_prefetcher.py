@@ -42,7 +42,7 @@ from windlass.engine.device import (
     TensorArena,
     copy,
 )
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffers
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffer_numels, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.cancellation import TaskQueue
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
@@ -137,8 +137,11 @@ class ParamFeed:
         self._arriving: dict[ParamUse, tuple[int, OnArrival]] = {}  # chunks to come, and the loader's callback
         self._loader: ParamLoader[Load] = ParamLoader(self, device, arena, self._dtype)
         self._bounds = piece_bounds(context)
+        # The elements that are prefetched of each block, and those of the buffers in which they lie.
+        self._numels = [block.numel - self._first(block.index) for block in context.layout.blocks]
+        self._buffer_numels = param_buffer_numels(self._numels, ends_share=context.plan.ends_share_params)
         num_buffers = param_buffers(
-            [block.numel - self._first(block.index) for block in context.layout.blocks],
+            self._buffer_numels,
             context.layout.shared,
             resident=(*context.formats.lent(context.plan.device_blocks), *context.layout.borrowed),
             num_ahead=context.spec.effective_ordering.max_prefetched,
@@ -192,8 +195,8 @@ class ParamFeed:
 
     def round_master(self, fetch: Fetch) -> None:
         """Queues the rounding of a master to params, if `fetch` has one. Called before the operation is queued."""
-        if fetch.buffer is not None and fetch.master is not None:
-            self._device.compute.run(functools.partial(fetch.buffer.copy_, fetch.master))
+        if isinstance(fetch.params, torch.Tensor) and fetch.master is not None:
+            self._device.compute.run(functools.partial(fetch.params.copy_, fetch.master))
 
     def release(self, fetch: Fetch) -> None:
         """Releases the params after their operation was queued on the compute stream."""
@@ -241,12 +244,13 @@ class ParamFeed:
         # A streamed block's buffer has its norms and biases only, so it saves no transfer. The params of other blocks
         # change together with their step number.
         contents = None if block in self._bounds else (block, request.step)
-        numel = self._context.layout.blocks[block].numel - self._first(block)
+        numel = self._buffer_numels[block]
         stream = self._device.h2d if resident is None else self._device.compute
         buffer, is_filled = self._buffers.take_with(contents, numel, self._dtype, stream)
+        params = buffer[: self._numels[block]]  # embedding and head may share a buffer, and differ in size
         if resident is not None:
-            return Fetch(request=request, params=buffer, buffer=buffer, master=None if is_filled else resident)
-        load = self._loads[block] if is_filled else self._new_load(request, buffer)
+            return Fetch(request=request, params=params, buffer=buffer, master=None if is_filled else resident)
+        load = self._loads[block] if is_filled else self._new_load(request, params)
         if contents is not None:
             self._loads[block] = load
         return Fetch(request=request, params=load.params, buffer=buffer, load=load)

@@ -1,23 +1,38 @@
 """The gradients of streamed layers, if the plan has them leave the device in pieces during their backward operation.
 
 Such a gradient has no buffer of its own, and so waits for none. Its slots in host memory are acquired before its
-operation. Between two groups of micro-batches its sums are in the slots for partial sums.
+operation. Between two groups of micro-batches its sums are in the slots for partial sums. The GPU worker of the next
+group goes on with them.
+
+Gradients of embedding and head lie in the same memory. With several lanes it has room for one sum of each only, so the
+total of earlier lanes waits in host memory.
 """
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, sum_parts
 from windlass.actors.job import JobContext, piece_bounds
-from windlass.actors.messages import ComputeBlock, SpanKind
+from windlass.actors.lifecycle import working_at
+from windlass.actors.messages import ComputeBlock, SpanKind, SumPassed
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, OverlaidBuffers, TensorArena, copy_all
 from windlass.engine.memory_plan import NUM_REST_BUFFERS
-from windlass.engine.model import ModelLayout
+from windlass.engine.model import GradBuffer, ModelLayout
 from windlass.engine.optimizer import NormInParts
-from windlass.engine.pieces import GradPieceBuffers, PieceSums, StreamedGrad
+from windlass.engine.pieces import (
+    ChunkNorms,
+    GradPieceBuffers,
+    HostTotal,
+    PieceLanes,
+    PieceSums,
+    StreamedGrad,
+    SumBesideTotal,
+)
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
 
@@ -28,7 +43,7 @@ class _Slots:
 
     operation: ComputeBlock
     slots: Mapping[ChunkKey, Span]
-    is_partial: bool  # the next group of micro-batches continues the sum
+    is_partial: bool  # a lane's sum, or one that the next group of micro-batches continues
     dtype: torch.dtype
     layout: ModelLayout
     arena: TensorArena
@@ -63,6 +78,17 @@ class _Slots:
         return pairs
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Last:
+    """The operation that was begun last."""
+
+    operation: ComputeBlock
+    grad: StreamedGrad
+    sums: PieceSums
+    slots: Mapping[ChunkKey, Span]  # the place of the sums after it
+    left: SumPassed | None  # the sums of the group before
+
+
 class StreamedGrads:
     """The gradients of the plan's blocks with streamed gradients, from their first operation until they are in slots.
 
@@ -75,11 +101,17 @@ class StreamedGrads:
         device: Device,
         arena: TensorArena,
         slots: SlotPool,
+        partials: PartialGrads,
         spans: SpanRecorder,
         dtype: torch.dtype,
         memory: OverlaidBuffers,
+        *,
+        rank: int,
     ) -> None:
-        """`slots`: for complete gradients, of type `dtype`. `memory`: has the buffers, of user None."""
+        """`slots`: for complete gradients, of type `dtype`. `partials`: sums of other groups.
+
+        `memory`: has the buffers for pieces, of user None.
+        """
         blocks = [BlockIndex(block) for block in context.plan.grad_streamed_blocks]
         self._context = context
         self._device = device
@@ -87,9 +119,10 @@ class StreamedGrads:
         self._slots = slots
         self._spans = spans
         self._dtype = dtype
-        self._partial_slots = context.partial_slots()
-        self._sums: dict[BlockIndex, PieceSums] = {}
-        self._last: StreamedGrad | None = None
+        self._partials = partials
+        self._lanes = context.spec.training.lane_division
+        self._lane_slots = context.lane_sum_pool(rank).spans
+        self._last: _Last | None = None
         cuts = piece_bounds(context)
         self._bounds = {block: (*cuts[block], context.layout.blocks[block].numel) for block in blocks}
         self._memory = memory
@@ -98,40 +131,68 @@ class StreamedGrads:
         self._complete: dict[BlockIndex, dict[ChunkKey, Span]] = {}
 
     def begin(self, operation: ComputeBlock) -> StreamedGrad:
-        """Returns the place to which an operation adds. `end` must follow. May wait for slots and for memory."""
+        """Returns the place to which an operation adds. `end` must follow.
+
+        May wait for slots, for memory, and for the sum of the group before.
+        """
         others = self._memory.enter(None)
         self._device.compute.run(functools.partial(self._buffers.wait_for_others, others))
-        block = operation.block
+        block, sums, left = operation.block, PieceSums(), None
+        if operation.group > 0:
+            left = self._partials.wait_for(operation, (block, block))
+            sums = self._pieces_of(operation, left)
         is_complete = operation.group == self._context.plan.num_groups - 1
         keys = self._context.layout.chunk_keys(block)
+        acquired = (
+            self._slots.acquire(len(keys)) if is_complete else self._partials.slots_for(operation, (block, block))
+        )
+        slots = dict(zip(keys, acquired, strict=True))
         if is_complete:
-            slots = dict(zip(keys, self._slots.acquire(len(keys)), strict=True))
             self._complete[block] = slots
-        else:
-            slots = {key: self._partial_slots[block, key] for key in keys}
-        layout = self._context.layout
-        home = _Slots(operation, slots, not is_complete, self._dtype, layout, self._arena, self._spans)
-        self._last = StreamedGrad(
+        grad = StreamedGrad(
             self._buffers,
             self._bounds[block],
-            [(param.name, param.offset, param.numel) for param in layout.blocks[block].params],
-            self._sums.setdefault(block, PieceSums()),
-            home,
+            self._params_of(block),
+            sums,
+            self._home(operation, slots, is_partial=not is_complete),
             is_complete=is_complete,
+            moves=is_complete or self._context.plan.passes_sums_at_once,
+            lanes=self._lanes_of(operation),
         )
-        self._device.compute.run(self._last.begin)
-        return self._last
+        self._last = _Last(operation, grad, sums, slots, left)
+        self._device.compute.run(grad.begin)
+        return grad
 
-    def end(self, block: BlockIndex) -> NormInParts | None:
-        """Ends the last operation, after it was queued. Returns the norm of a complete gradient, known in its turn."""
-        grad = self._last
-        assert grad is not None, "an operation has begun"
+    def end(self) -> NormInParts | ChunkNorms | None:
+        """Ends the last operation, after it was queued. Returns the norm of a complete gradient, known in its turn.
+
+        If the gradient is not complete, the next group gets it.
+        """
+        last = self._last
+        assert last is not None, "an operation has begun"
         self._last = None
-        self._device.compute.run(grad.end)
+        self._device.compute.run(last.grad.end)
         self._device.compute.run(lambda: self._memory.leave(self._buffers.ends))
-        if grad.norm is not None:
-            del self._sums[block]
-        return grad.norm
+        # As work of the stream, because only then the copies are queued on the other streams.
+        self._device.compute.run(functools.partial(self._when_moved, last))
+        return last.grad.norm or last.grad.norms
+
+    def beside_total(self, operation: ComputeBlock, sums: GradBuffer, left: SumPassed | None) -> SumBesideTotal:
+        """Returns the sums of lanes of another block's operation, which lie in the memory of pieces.
+
+        `sums`: the buffer, which is empty. `left`: the total of the groups before.
+        """
+        block, keys = operation.block, self._context.layout.chunk_keys(operation.block)
+        total = None
+        if left is not None:
+            home = self._home(operation, dict(zip(keys, left.total.slots, strict=True)), is_partial=True)
+            was_read = functools.partial(self._partials.was_read, operation, left)
+            total = HostTotal(home=home, touched=left.total.touched, on_read=working_at(operation, was_read))
+        between = None
+        if len(self._lane_slots) >= len(keys):
+            between = self._home(operation, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
+        _, *parts = self._memory.buffers[block]
+        return SumBesideTotal(self._buffers, sums, parts, self._params_of(block), total, between)
 
     def slots_of(self, block: BlockIndex) -> dict[ChunkKey, Span]:
         """Removes and returns the slots of a complete gradient. Its last pieces may be on their way."""
@@ -140,3 +201,44 @@ class StreamedGrads:
     def then(self, callback: Callable[[], None]) -> None:
         """Calls back when all pieces that have left until now are in their slots."""
         self._buffers.then(callback)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _when_moved(self, last: _Last) -> None:
+        """Tells other GPU workers of an operation's sums when they were read, and when they are in host memory."""
+        if last.left is not None:
+            was_read = functools.partial(self._partials.was_read, last.operation, last.left)
+            self._buffers.h2d.then(working_at(last.operation, was_read))
+        if last.grad.norm is None and last.grad.norms is None:
+            self._buffers.d2h.then(working_at(last.operation, functools.partial(self._pass_on, last)))
+
+    def _params_of(self, block: BlockIndex) -> list[tuple[str, int, int]]:
+        return [(param.name, param.offset, param.numel) for param in self._context.layout.blocks[block].params]
+
+    def _home(self, operation: ComputeBlock, slots: Mapping[ChunkKey, Span], *, is_partial: bool) -> _Slots:
+        return _Slots(operation, slots, is_partial, self._dtype, self._context.layout, self._arena, self._spans)
+
+    def _lanes_of(self, operation: ComputeBlock) -> PieceLanes | None:
+        if self._lanes.num_lanes == 1:
+            return None
+        stop = min((operation.group + 1) * self._context.plan.group_size, self._lanes.num_microbatches)
+        home = None
+        if self._lanes.has_long_lane:
+            keys = self._context.layout.chunk_keys(operation.block)
+            home = self._home(operation, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
+        chunk_numel = self._context.layout.chunk_numel
+        return PieceLanes(division=self._lanes, last=self._lanes.lane_of(stop - 1), home=home, chunk_numel=chunk_numel)
+
+    def _pieces_of(self, operation: ComputeBlock, left: SumPassed) -> PieceSums:
+        """Returns the sums that the group before has left."""
+        block, touched = operation.block, set(left.total.touched)
+        slots = dict(zip(self._context.layout.chunk_keys(block), left.total.slots, strict=True))
+        home, bounds = self._home(operation, slots, is_partial=True), self._bounds[block]
+        offsets = [offset for name, offset, _ in self._params_of(block) if name in touched]
+        pieces = {bisect_right(bounds, offset, hi=len(bounds) - 1) - 1 for offset in offsets}
+        return PieceSums(touched, dict.fromkeys(pieces, (home, None)))
+
+    def _pass_on(self, last: _Last) -> None:
+        block = last.operation.block
+        parts = sum_parts(self._dtype, last.sums.touched, last.slots.values())
+        self._partials.pass_on(last.operation, (block, block), parts)

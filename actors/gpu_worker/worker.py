@@ -88,6 +88,7 @@ from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNe
 from windlass.engine.memory_plan import RECOMPUTE_ALL
 from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
 from windlass.engine.optimizer import NormInParts, portable_squared_norms, squared_norm
+from windlass.engine.pieces import ChunkNorms
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import ActorName, BlockIndex, Step
 from windlass.storage.memory import Arena
@@ -447,8 +448,11 @@ class GpuWorker:
         else:
             self._grads.computed(message, sq_sums)
 
-    def _sum_squares(self, operation: LaunchedOperation, grad: torch.Tensor | NormInParts) -> None:
+    def _sum_squares(self, operation: LaunchedOperation, grad: torch.Tensor | NormInParts | ChunkNorms) -> None:
         """Computes the sums of squares of a complete gradient, on the compute stream."""
+        if isinstance(grad, ChunkNorms):
+            operation.sq_sums = grad.total()
+            return
         if isinstance(grad, NormInParts):
             operation.sq_sums = [grad.total()]
             return

@@ -289,6 +289,11 @@ class CoreContext:
         """Returns the arena spans for sums of lanes that a group of micro-batches leaves unfinished."""
         return self._slots_of_sums(self.plan.open_lanes)
 
+    def lane_sum_pool(self, rank: int) -> Pool:
+        """Returns a GPU worker's slots for sums of the running operation, where gradients leave in pieces."""
+        pool = self.plan.lane_sums
+        return replace(pool, offset=pool.offset + rank * pool.nbytes)
+
     def passing_pools(self, rank: int) -> tuple[Pool, Pool]:
         """Returns a GPU worker's slots for sums, and for unfinished lanes, that the next one takes at once."""
         num_passing = self.plan.num_groups - 1

@@ -2,14 +2,18 @@
 
 import functools
 import importlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from windlass.actors.job import ActorKind, JobContext, index_of, keeping_kernel, kind_of
 from windlass.engine.model import MODELS_MODULE
 from windlass.storage.ids import ActorName
+from windlass.storage.integrity import StoreError
 from windlass.storage.store import CommitRecord, JobSpace, StoreJournal
 from windlass.storage.store import read_journal as read_store_journal
+
+_logger = logging.getLogger(__name__)
 
 # Modules that each kind of actor needs.
 _MODULES = {
@@ -98,6 +102,7 @@ def start_actor(
 
         assert space is not None, "an SSD server serves an open space"
         spec, io = context.spec, context.ssds[index].io
+        _free_other_epochs(space)  # after `decide`: from now on, no move can put them into force
         return SsdServer(name, space, commit, context.arena_path, send, io=io, deadline_s=spec.deadline_s)
     context = keeping_kernel(context, commit)
     if kind is ActorKind.OPTIMIZER:
@@ -122,6 +127,17 @@ def start_actor(
         retain_freed_memory()
     partition = partition_folder(context.spec.model_dir, context.formats.precision)
     return GpuWorker(context, partition, send, rank=index, device=str(gpu))
+
+
+def _free_other_epochs(space: JobSpace) -> None:
+    """Frees the space of the job's other layouts. An SSD error is logged, because the attempt can do without it."""
+    try:
+        space.free_other_epochs()
+    except (StoreError, OSError) as error:
+        _logger.warning("the space of other layouts of the job is not free: %s", error)
+    except BaseException:
+        space.close()
+        raise
 
 
 def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:

@@ -82,8 +82,9 @@ class ReturningSums:
     Two at a time would need more buffers on the device.
     """
 
-    def __init__(self, device_blocks: Collection[int]) -> None:
-        self._device_blocks = device_blocks
+    def __init__(self, device_blocks: Collection[int], own_ways: Collection[int] = ()) -> None:
+        """`own_ways`: blocks whose own sums do not return ahead of their operation, but with it, in another way."""
+        self._device_blocks, self._own_ways = device_blocks, own_ways
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()  # in host memory
         self._returning: set[Use] = set()  # on their way, or back and not taken
@@ -91,24 +92,29 @@ class ReturningSums:
     def expect(self, operation: ComputeBlock) -> None:
         """Adds an operation that will need sums of the group before, if there are any. Its turn is after all others."""
         goes_backward = operation.phase in (Phase.HEAD, Phase.BACKWARD)
-        if operation.group > 0 and goes_backward and leaving_sums(operation, self._device_blocks):
+        if operation.group > 0 and goes_backward and self._returning_sums(operation):
             self._expected.append(operation)
 
     def left(self, use: Use) -> None:
         """Records that a sum is in host memory."""
         self._left.add(use)
 
+    def takes_own_way(self, use: Use) -> bool:
+        """Returns whether a sum returns in another way."""
+        user, block = use
+        return user == block and block in self._own_ways
+
     @property
     def is_due(self) -> bool:
         """True if the sums of the first expected operation are in host memory, and those before it were taken."""
         if not self._expected or self._returning:
             return False
-        return self._left.issuperset(leaving_sums(self._expected[0], self._device_blocks))
+        return self._left.issuperset(self._returning_sums(self._expected[0]))
 
     def begin(self) -> tuple[ComputeBlock, list[Use]]:
         """Begins the return that is due. Returns the operation and its sums."""
         operation = self._expected.popleft()
-        uses = leaving_sums(operation, self._device_blocks)
+        uses = self._returning_sums(operation)
         self._left.difference_update(uses)
         self._returning.update(uses)
         return operation, uses
@@ -116,6 +122,10 @@ class ReturningSums:
     def take(self, use: Use) -> None:
         """Records that an operation adds to a sum that is back."""
         self._returning.remove(use)
+
+    def _returning_sums(self, operation: ComputeBlock) -> list[Use]:
+        uses = leaving_sums(operation, self._device_blocks)
+        return [use for use in uses if not self.takes_own_way(use)]
 
 
 def leaving_sums(operation: ComputeBlock, device_blocks: Collection[int]) -> list[Use]:

@@ -9,7 +9,7 @@ Pure: the actor that reads params and the simulator drive the same class.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from windlass.actors.messages import ParamChunk, ParamsCopied, ParamUse, RequestParams
@@ -204,13 +204,14 @@ class ParamTurns:
         if fills := [key for key, fill in self._fills.items() if fill.slot is None]:
             return self._read_cached(fills[: min(self._batch, len(self._free))])
         self._let_pass()
-        use = self._first(lambda use: use.is_due)
-        if use is not None:
-            num_chunks = min(self._batch, len(use.to_read))
-            return self._read(use, num_chunks) if num_chunks <= len(self._free) else None
-        use = self._first(lambda use: True)
-        if use is None:
+        waiting = [use for use in self._uses.values() if use.to_read]
+        for use in waiting:
+            if use.is_due:
+                num_chunks = min(self._batch, len(use.to_read))
+                return self._read(use, num_chunks) if num_chunks <= len(self._free) else None
+        if not waiting:
             return None
+        use = waiting[0]
         num_ahead = sum(use.num_held for use in self._uses.values() if not use.is_due)
         num_chunks = min(self._batch, len(use.to_read), len(self._free), self._max_ahead - num_ahead)
         return self._read(use, num_chunks) if num_chunks > 0 else None
@@ -229,9 +230,6 @@ class ParamTurns:
                 uses.popleft()
                 if uses:
                     uses[0].num_fronts += 1
-
-    def _first(self, is_right: Callable[[_Use], bool]) -> _Use | None:
-        return next((use for use in self._uses.values() if use.to_read and is_right(use)), None)
 
     def _read(self, use: _Use, num_chunks: int) -> ParamRead:
         keys, use.to_read = use.to_read[:num_chunks], use.to_read[num_chunks:]

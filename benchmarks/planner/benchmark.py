@@ -4,15 +4,16 @@ It takes long. With `--keep FOLDER` its parts are kept as they end, and another 
 
 - The time of `windlass plan` for Ratel's shapes (its table IV), and of the same plans in a running service after a
   setting was changed; the time of their integer programs.
-- Jobs on this machine. The machine is measured right before each plan, because a virtual machine's pace changes within
-  minutes. The job's own blocks are measured and the plan is simulated. The prediction is written to disk before the job
-  runs, in its own process, with the planned memory. The blocks are measured again right before and after it, because
-  a prediction holds for the pace at which it was made. Peaks are those of the kernel. The device is the CPU, so its
-  memory is that process's private memory.
+- Jobs on this machine. The machine is measured right before each plan. The job's own blocks are measured and the plan
+  is simulated. The prediction is written to disk before the job runs, in its own process, with the planned memory. A
+  virtual machine's pace changes within seconds, and a prediction holds for the pace at which it was made. So the job is
+  stopped every few seconds, and its blocks are measured again meanwhile (`benchmarks/planner/pace.py`). Peaks are those
+  of the kernel. The device is the CPU, so its memory is that process's private memory.
 - For three batch sizes, whether another amount of swapped activations would have been faster
   (`benchmarks/planner/swaps.py`).
 """
 
+import argparse
 import functools
 import shutil
 import statistics
@@ -27,7 +28,7 @@ import torch
 from benchmarks.papers.published_models import RATEL_SHAPES
 from benchmarks.planner.case import MIB, Case, Predicted, predict, question_of
 from benchmarks.planner.cases import CASES, QUICK_CASES
-from benchmarks.planner.pace import Pace, blocks_s, planned_blocks_s
+from benchmarks.planner.pace import Pace, PaceProbe
 from benchmarks.planner.plan_times import PlanTime, service_times, shell_times
 from benchmarks.planner.run import Measured, run_timed, with_memory
 from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps, sweep
@@ -171,12 +172,17 @@ def add_promises(report: Report, results: Sequence[Result]) -> dict[str, float]:
 def add_paces(report: Report, results: Sequence[Result]) -> None:
     """Adds the table of the seconds of a micro-batch in all blocks, measured independently of the jobs."""
     rows = [
-        (result.case.title, *(f"{seconds:.3f}" for seconds in (pace.planned_s, pace.before_s, pace.after_s)))
+        (
+            result.case.title,
+            f"{result.pace.planned_s:.3f}",
+            f"{result.pace.meanwhile_s:.3f}",
+            f"{result.pace.standard_error:.1%}",
+            str(result.pace.num_rounds),
+        )
         for result in results
-        for pace in (result.pace,)
     ]
-    report.add("", "Seconds of one micro-batch in all blocks, for the plan, and right before and after the job:")
-    report.add_table(("job", "for the plan", "before the job", "after it"), rows)
+    report.add("", "Seconds of one micro-batch in all blocks, for the plan, and while the job was stopped:")
+    report.add_table(("job", "for the plan", "meanwhile", "standard error", "measurements"), rows)
 
 
 def add_plan_times(report: Report, title: str, times: Sequence[PlanTime]) -> float:
@@ -248,14 +254,14 @@ def _add_machines(report: Report, cases: Sequence[Case], machines: Sequence[Hard
 
 
 def _run(case: Case, folder: Path, kernels: Path, *, num_timed_steps: int) -> tuple[Result, Hardware]:
-    """Predicts a job, runs it, and measures the machine's pace before and after it."""
+    """Predicts a job, runs it, and measures the machine's pace meanwhile."""
     case.workload(num_timed_steps=num_timed_steps).write(folder)
     machine = _measured(folder)
     question = question_of(case, machine)
     predicted, job = predict(case, question, Profiles(question), folder, kernels)
-    planned_s, before_s = planned_blocks_s(job), blocks_s(question, job)
-    timed = run_timed(folder)
-    pace = Pace(planned_s=planned_s, before_s=before_s, after_s=blocks_s(question, job))
+    probe = PaceProbe(question, job)
+    timed = run_timed(folder, probe.measure)
+    pace = probe.pace(timed.start_s, timed.end_s)
     measured = timed if timed.error is not None else with_memory(timed, folder)
     return Result(case=case, predicted=predicted, measured=measured, pace=pace), machine
 
@@ -264,19 +270,12 @@ def _sweep(case: Case, directory: Path) -> list[Swap]:
     return sweep([case], _measured(directory), directory)
 
 
-def main() -> None:
-    """Solves, predicts, runs, reports, and prints the ratios as the last line."""
-    options = parse_options("planner", __doc__, quick="one small model, one small job", keeps=True)
-    cases = QUICK_CASES if options.quick else CASES
-    num_timed_steps = 2 if options.quick else 6
-    form = "quick" if options.quick else "full"
-    report = Report("The planner", options.directory, {"form": form, "training": "bf16"})
-    kept = KeptResults.in_folder(options.keep, form=form)
+def _add_jobs(report: Report, options: argparse.Namespace, kept: KeptResults) -> dict[str, float]:
+    """Predicts jobs and runs them. Returns the errors."""
+    num_timed_steps = 2 if options.quick else 5
+    results, machines = [], []
     with scratch_folder(options.directory) as directory:
-        torch.set_num_threads(num_cores())
-        retain_freed_memory()  # as in jobs
-        results, machines = [], []
-        for i, case in enumerate(cases):
+        for i, case in enumerate(QUICK_CASES if options.quick else CASES):
             run = functools.partial(
                 _run, case, directory / str(i), directory / "kernels", num_timed_steps=num_timed_steps
             )
@@ -284,9 +283,31 @@ def main() -> None:
             results.append(result)
             machines.append(machine)
             shutil.rmtree(directory / str(i), ignore_errors=True)
-        swaps: list[Swap] = []
+    _add_machines(report, [result.case for result in results], machines)
+    add_choices(report, [(result.case, result.predicted) for result in results])
+    add_paces(report, results)
+    errors = add_promises(report, results)
+    report.add(
+        "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
+        "simulated step. Each prediction was on disk before its job ran. Slowdown: the blocks' time while it was",
+        "stopped, over that for the plan. The error at this pace is the planner's; the one before it is also the",
+        "machine's.",
+        "Arena and SSD: what the kernel has given them in the last step.",
+    )
+    return errors
+
+
+def _add_swaps(report: Report, options: argparse.Namespace, kept: KeptResults) -> dict[str, float]:
+    """Runs jobs with other amounts of swapped activations. Returns how good the planner's choice is."""
+    swaps: list[Swap] = []
+    with scratch_folder(options.directory) as directory:
         for case in QUICK_SWAPS if options.quick else SWAPS:
             swaps += kept.of(f"swaps {case.title}", functools.partial(_sweep, case, directory))
+    return add_swaps(report, swaps)
+
+
+def _add_plans(report: Report, options: argparse.Namespace, kept: KeptResults) -> dict[str, float]:
+    """Makes plans. Returns how long they take."""
     times = kept.of("solving", functools.partial(solve_times, quick=options.quick))
     sizes = sorted(RATEL_SHAPES)[: 1 if options.quick else None]
     with scratch_folder(options.directory) as directory:
@@ -300,20 +321,24 @@ def main() -> None:
         [(name, *(f"{seconds:.3f}" for seconds in both)) for name, both in times.items()],
     )
     report.add("The times are made up, by a layer's FLOPs; the longest of three with what computing again takes.")
-    _add_machines(report, cases, machines)
-    add_choices(report, [(result.case, result.predicted) for result in results])
-    add_paces(report, results)
-    ratios = add_promises(report, results)
-    report.add(
-        "Predicted / measured. What is predicted of a step is the larger of its bound, by the cost model, and of the",
-        "simulated step. Each prediction was on disk before its job ran. Slowdown: the blocks' time around it, over",
-        "that for the plan. The error at this pace is the planner's; the one before it is also the machine's.",
-        "Arena and SSD: what the kernel has given them in the last step.",
-    )
-    ratios |= add_swaps(report, swaps)
-    report.finish(
-        {"plan_s_max": plan_s, "plan_again_s_max": again_s, "solve_s_max": max(map(max, times.values())), **ratios}
-    )
+    return {"plan_s_max": plan_s, "plan_again_s_max": again_s, "solve_s_max": max(map(max, times.values()))}
+
+
+_PARTS = {"plans": _add_plans, "jobs": _add_jobs, "swaps": _add_swaps}
+
+
+def main() -> None:
+    """Solves, predicts, runs, reports, and prints the ratios as the last line."""
+    options = parse_options("planner", __doc__, quick="one small model, one small job", keeps=True, parts=tuple(_PARTS))
+    form = "quick" if options.quick else "full"
+    report = Report("The planner", options.directory, {"form": form, "training": "bf16"})
+    kept = KeptResults.in_folder(options.keep, form=form)
+    torch.set_num_threads(num_cores())
+    retain_freed_memory()  # as in jobs
+    ratios: dict[str, float] = {}
+    for part in options.only:
+        ratios |= _PARTS[part](report, options, kept)
+    report.finish(ratios)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 Memory use is read from the kernel, not from the plan: private memory for the device (which is the CPU), pages of the
 arena, and blocks of the SSD directory. Prints one JSON object.
+
+While a job is timed, its process is stopped every few seconds, so that the machine's pace can be measured. The time in
+which it is stopped does not count. Nothing of the job goes on meanwhile, so no work is hidden in it.
 """
 
 import json
 import os
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.peers.workload import read_workload
 
@@ -23,6 +28,8 @@ JOB_FILE = "planned.json"  # beside the workload
 _HOME, _SSD = "home", "ssd"
 _NUM_MEMORY_STEPS = 4  # steps after which a job's memory no longer grows
 _BLOCK_NBYTES = 512  # unit of `st_blocks`
+_TIMED = "timed"  # a file that is there from the first timed step on
+_RUN_S = 4.0  # for which a job runs between two measurements of the machine's pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +37,9 @@ class Measured:
     """The measurements of a run. `error` is the reason if there are none."""
 
     error: str | None = None
-    step_s: float = 0.0  # mean of the timed steps
+    start_s: float = 0.0  # of the timed steps, by the monotonic clock
+    end_s: float = 0.0
+    step_s: float = 0.0  # mean of the timed steps, without the time in which the process was stopped
     device_nbytes: int = 0
     arena_nbytes: int = 0
     ssd_nbytes: int = 0
@@ -45,26 +54,66 @@ def with_memory(timed: Measured, folder: Path) -> Measured:
     """
     from benchmarks.activations.run import MALLOC
 
-    return replace(_run("memory", folder, MALLOC), step_s=timed.step_s)
+    memory = _run("memory", folder, MALLOC)
+    return replace(memory, start_s=timed.start_s, end_s=timed.end_s, step_s=timed.step_s)
 
 
-def run_timed(folder: Path) -> Measured:
-    """Trains the job of a folder in its own process, for the time alone."""
-    return _run("time", folder, {})
+def run_timed(folder: Path, measure_pace: Callable[[], None] | None = None) -> Measured:
+    """Trains the job of a folder in its own process, for the time alone.
+
+    `measure_pace` is called every few seconds of the timed steps, while the process is stopped.
+    """
+    return _run("time", folder, {}, measure_pace)
 
 
-def _run(what: str, folder: Path, environment: dict[str, str]) -> Measured:
+def _run(
+    what: str, folder: Path, environment: dict[str, str], measure_pace: Callable[[], None] | None = None
+) -> Measured:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.run", what, str(folder)]
-    process = subprocess.run(command, cwd=Path.cwd(), env=os.environ | environment, capture_output=True, text=True)
+    pauses: list[tuple[float, float]] = []
+    with subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=None if measure_pace is None else _RUN_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if measure_pace is not None and (folder / _TIMED).exists():
+                        pauses.append(stopped(process, measure_pace))
+        finally:
+            process.kill()
     _clean(folder)
     if process.returncode != 0:
-        raise RuntimeError(f"{folder.name} failed:\n{process.stderr[-4000:]}")
-    return Measured(**json.loads(process.stdout.splitlines()[-1]))
+        raise RuntimeError(f"{folder.name} failed:\n{errors[-4000:]}")
+    measured = Measured(**json.loads(output.splitlines()[-1]))
+    return measured if measured.error is not None else without_pauses(measured, pauses)
+
+
+def without_pauses(measured: Measured, pauses: Sequence[tuple[float, float]]) -> Measured:
+    """Takes the time in which the process was stopped out of a run's step time."""
+    start_s, end_s = measured.start_s, measured.end_s
+    stopped_s = sum(max(0.0, min(until_s, end_s) - max(since_s, start_s)) for since_s, until_s in pauses)
+    return replace(measured, step_s=(1 - stopped_s / (end_s - start_s)) * measured.step_s)
+
+
+def stopped(process: subprocess.Popen[str], call: Callable[[], None]) -> tuple[float, float]:
+    """Calls a function while all threads of a process are stopped. Returns when that was, by the monotonic clock."""
+    start_s = time.monotonic()
+    process.send_signal(signal.SIGSTOP)
+    try:
+        call()
+    finally:
+        end_s = time.monotonic()
+        process.send_signal(signal.SIGCONT)
+    return start_s, end_s
 
 
 def _clean(folder: Path) -> None:
     for name in (_HOME, _SSD):
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / _TIMED).unlink(missing_ok=True)
 
 
 def planned_spec(folder: Path, num_steps: int | None = None) -> "JobSpec":
@@ -100,10 +149,9 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
     the workload's.
     """
     from benchmarks.activations.run import PrivateMemory, private_nbytes
-    from windlass.actors.job import JOURNAL_FILE, read_journal
-    from windlass.actors.job.journal import METRICS
     from windlass.actors.messages import ComputeBlocks, KernelChosen, Message
     from windlass.actors.runtime.local_runner import run_local
+    from windlass.actors.timeline import FOLDER, load_step
     from windlass.engine.model import partition_folder
 
     spec, workload = planned_spec(folder, num_steps), read_workload(folder)
@@ -117,6 +165,8 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
         if isinstance(message, KernelChosen):
             at_kernels.append(private_nbytes())
         elif isinstance(message, ComputeBlocks):
+            if message.operations[-1].step > workload.num_warmup_steps:
+                (folder / _TIMED).touch()
             if watches_memory and not is_watched:
                 is_watched = True
                 memory.start()
@@ -130,11 +180,15 @@ def train(folder: Path, num_steps: int | None = None, *, watches_memory: bool = 
         device_nbytes = memory.stop()
     if outcome["status"] != "succeeded":
         return Measured(error=str(outcome["error"]))
-    steps: list[dict[str, Any]] = [
-        each.data for each in read_journal(Path(spec.job_dir) / JOURNAL_FILE) if each.kind == METRICS
-    ]
+    first, last = workload.num_warmup_steps + 1, spec.training.total_steps
+    steps = [load_step(Path(spec.job_dir) / FOLDER, step) for step in (first, last)]
+    assert steps[0] is not None, "the spans of the last steps are kept"
+    assert steps[-1] is not None, "and those of the very last"
+    start_s, end_s = steps[0].start_s, steps[-1].end_s
     return Measured(
-        step_s=statistics.fmean(data["timeline"]["period_s"] for data in steps[workload.num_warmup_steps :]),
+        start_s=start_s,
+        end_s=end_s,
+        step_s=(end_s - start_s) / (last - first + 1),
         device_nbytes=device_nbytes + at_kernels[-1] - at_kernels[0],
         arena_nbytes=blocks["arena"],
         ssd_nbytes=blocks["ssd"],

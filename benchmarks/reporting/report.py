@@ -15,17 +15,28 @@ GIB = 1 << 30
 
 
 def parse_options(
-    name: str, description: str | None, *, quick: str, directory: str = "on an SSD", keeps: bool = False
+    name: str,
+    description: str | None,
+    *,
+    quick: str,
+    directory: str = "on an SSD",
+    keeps: bool = False,
+    parts: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Parses the command line of a benchmark that needs a disk.
 
     `quick`: description of its quick form. `keeps`: it keeps the results of its parts (`benchmarks/reporting/kept.py`).
+    `parts`: those that can be measured alone.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--directory", type=Path, default=Path(), help=f"{directory} (default: here)")
     if keeps:
         parser.add_argument("--keep", type=Path, help="folder for finished parts, which another run takes from there")
+    if parts:
+        parser.add_argument(
+            "--only", nargs="+", choices=parts, default=parts, help="the parts to measure; default: all"
+        )
     return parser.parse_args()
 
 

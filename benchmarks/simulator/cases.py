@@ -75,6 +75,7 @@ class Case:
     d2h_bytes: float = _FAST
     ssd_bytes: float | None = None  # of each SSD; None: not slowed down
     num_microbatches: int = 2
+    lanes: int = 1
     num_ranks: int = 1  # with more, only bytes can be compared: the slow machine has one link and one GPU
     is_tied: bool = False
     clip_norm: float | None = None
@@ -228,6 +229,7 @@ def _spec(case: Case, folder: Path) -> JobSpec:
     spec = job_spec(workload, kind, kind / "job", [kind / f"ssd{i}" for i in range(len(_SSDS))])
     spec = spec.with_training(
         num_microbatches=case.num_microbatches,
+        lanes=case.lanes,
         clip_norm=case.clip_norm,
         precision=Precision.FP32,
         kernel=Kernel.FUSED,  # do not compile a kernel for updates this small

@@ -37,8 +37,8 @@ class OverlaidBuffers:
         self._num_entered = 0
         allocated = device.compute.record()
         self._ended: dict[Any, Event] = {None: allocated}  # by key: the end of work that used the memory
-        # By id: the user, the number of its buffer, and the buffer or its start in a smaller dtype.
-        self._taken: dict[int, tuple[int | None, int, torch.Tensor]] = {}
+        # By id: the user, and its first buffer or the start of that in a smaller dtype.
+        self._taken: dict[int, tuple[int | None, torch.Tensor]] = {}
 
     def _cut(self, classes: Sequence[BufferClass]) -> list[torch.Tensor]:
         buffers, start = [], 0
@@ -74,37 +74,30 @@ class OverlaidBuffers:
             self._changed.notify_all()
 
     def take(self, user: int | None, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Acquires a buffer with undefined contents, for work that is queued on `stream` from now on.
+        """Acquires a user's first buffer with undefined contents, for work that is queued on `stream` from now on.
 
-        Where the user has none of this class, it is the start of an fp32 buffer.
+        The user must have released it. Where it is an fp32 buffer, `dtype` may be smaller.
 
         Raises the errors of `enter`.
         """
-        classes = [(flat.numel(), flat.dtype) for flat in self.buffers[user]]
-        if (numel, dtype) not in classes and (numel, torch.float32) in classes:
-            return self.narrow(self.take(user, numel, torch.float32, stream), dtype)
+        flat = self.buffers[user][0]
+        assert flat.numel() == numel, "the first buffer is for the sum"
         for event in self.enter(user):
             stream.wait(event)
         with self._changed:
-            taken = {number for by, number, _ in self._taken.values() if by == user}
-            number = next(
-                number
-                for number, flat in enumerate(self.buffers[user])
-                if number not in taken and (flat.numel(), flat.dtype) == (numel, dtype)
-            )
-            flat = self.buffers[user][number]
-            self._taken[id(flat)] = user, number, flat
-            before = self._ended.get((user, number))
+            assert all(by != user for by, _ in self._taken.values()), f"{user} has one buffer for a sum"
+            self._taken[id(flat)] = user, flat
+            before = self._ended.get((user, 0))
         if before is not None:
             stream.wait(before)
-        return flat
+        return flat if flat.dtype is dtype else self.narrow(flat, dtype)
 
     def narrow(self, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the start of an acquired buffer in a smaller dtype. It is released instead of the buffer."""
         view = narrowed(buffer, dtype)
         with self._changed:
-            user, number, _ = self._taken.pop(id(buffer))
-            self._taken[id(view)] = user, number, view
+            user, _ = self._taken.pop(id(buffer))
+            self._taken[id(view)] = user, view
         return view
 
     def has(self, flat: torch.Tensor) -> bool:
@@ -114,9 +107,9 @@ class OverlaidBuffers:
     def give(self, flat: torch.Tensor, stream: Stream) -> None:
         """Releases a buffer. Only work that is already queued on `stream` may still use it."""
         with self._changed:
-            user, number, _ = self._taken[id(flat)]
-        self._device.poison(self.buffers[user][number], stream)
+            user, _ = self._taken[id(flat)]
+        self._device.poison(self.buffers[user][0], stream)
         unused = stream.record()
         with self._changed:
             del self._taken[id(flat)]
-        self.leave({(user, number): unused})
+        self.leave({(user, 0): unused})

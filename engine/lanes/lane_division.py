@@ -63,6 +63,17 @@ class LaneDivision:
         return sum(self.has_open_lane(stop) for stop in range(group_size, self.num_microbatches, group_size))
 
     @property
+    def has_long_lane(self) -> bool:
+        """True if a lane behind the first one has several micro-batches, so that its sum is continued."""
+        return any(len(self.microbatches(lane)) > 1 for lane in range(1, self.num_lanes))
+
+    def most_lanes_in_group(self, group_size: int) -> int:
+        """Returns the most lanes that end in one group, if groups have this size."""
+        starts = range(0, self.num_microbatches, group_size)
+        stops = (min(start + group_size, self.num_microbatches) for start in starts)
+        return max(sum(map(self.ends_lane, range(*group))) for group in zip(starts, stops, strict=True))
+
+    @property
     def smallest_uncut_group(self) -> int:
         """The size of the smallest groups of which none passes on the sum of an unfinished lane."""
         return _smallest_uncut_group(self)

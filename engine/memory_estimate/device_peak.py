@@ -7,6 +7,7 @@ from dataclasses import replace
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_estimate.model_facts import ModelFacts, Passes, PassNeeds
 from windlass.engine.memory_plan import (
+    ADDED_NUMEL,
     NO_NEED,
     NUM_PIECE_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
@@ -17,6 +18,7 @@ from windlass.engine.memory_plan import (
     evaluation_moments,
     grad_buffers_of_job,
     largest_piece,
+    param_buffer_numels,
     param_buffers,
     rounded_numel,
     rounding_nbytes,
@@ -115,7 +117,13 @@ def device_need(
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
         + sum(layout.blocks[block].numel for block in layout.lent) * PARTIAL_GRAD_ITEMSIZE  # sums of another box
         + _streamed_grads_nbytes(
-            layout, numels, plan, itemsize=grad_precision.itemsize, in_fp32=in_fp32, is_summed=num_microbatches > 1
+            layout,
+            numels,
+            plan,
+            itemsize=grad_precision.itemsize,
+            in_fp32=in_fp32,
+            is_summed=num_microbatches > 1,
+            has_lanes=num_lanes > 1,
         ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=facts.buffers_nbytes
@@ -123,6 +131,7 @@ def device_need(
         + (update_scratch_nbytes(formats.states) if updates_on_gpu else 0)
         + (NORM_SCRATCH_NBYTES if num_lanes > 1 else 0)
         + rounded * formats.precision.itemsize
+        + _adding_nbytes(numels, formats.precision, is_summed=num_microbatches > 1 or bool(in_fp32))
         + rounding_nbytes(numels, in_fp32, itemsize=grad_precision.itemsize),
         activations=activations,
         moment=moment,
@@ -131,6 +140,16 @@ def device_need(
         ),
         waiting_nbytes=_waiting_nbytes(of_group, shapes, layout, num_groups_in_flight, formats.precision),
     )
+
+
+def _adding_nbytes(numels: Sequence[int], precision: Precision, *, is_summed: bool) -> int:
+    """Returns the bytes in which a CPU converts parts of gradients before it adds them to fp32 sums.
+
+    A GPU needs none. They are few, so they are counted for all devices, as the operations' own memory is.
+    """
+    if not is_summed or precision is Precision.FP32:
+        return 0
+    return min(max(numels), ADDED_NUMEL) * Precision.FP32.itemsize
 
 
 def _of_box(needs: PassNeeds, layout: ModelLayout) -> PassNeeds:
@@ -171,6 +190,7 @@ def _streamed_grads_nbytes(
     itemsize: int,
     in_fp32: Collection[int],
     is_summed: bool,
+    has_lanes: bool,
 ) -> int:
     """Returns the bytes of the memory in which gradients in pieces lie."""
     streamed = plan.grad_streamed_blocks
@@ -182,6 +202,8 @@ def _streamed_grads_nbytes(
         itemsize=itemsize,
         summed_in_fp32=in_fp32,
         is_summed=is_summed,
+        has_lanes=has_lanes,
+        chunk_numel=layout.chunk_numel,
     )
 
 
@@ -189,8 +211,9 @@ def _params_numel(layout: ModelLayout, numels: Sequence[int], plan: Plan, num_ah
     """Returns the elements of all buffers for params: whole blocks, unstreamed parts of streamed blocks, and pieces."""
     bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
     in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}
+    whole = [numel - in_pieces.get(block, 0) for block, numel in enumerate(numels)]
     buffers = param_buffers(
-        [numel - in_pieces.get(block, 0) for block, numel in enumerate(numels)],
+        param_buffer_numels(whole, ends_share=plan.ends_share_params),
         layout.shared,
         resident=(*formats.lent(plan.device_blocks), *layout.borrowed),
         num_ahead=num_ahead,

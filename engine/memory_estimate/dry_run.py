@@ -93,6 +93,14 @@ class DryRunResult:
     layers: dict[tuple[_Passes, object, BlockActivations], UnitNeed] = field(default_factory=dict)
 
 
+class _ImaginedSums(GradBuffer):
+    """Sums to which gradients are added without memory beside them: `device_need` counts it."""
+
+    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
+        """See GradBuffer. Only a copy of the gradient counts, where its elements are not in order."""
+        grad.reshape(-1)
+
+
 class DryRun:
     """Runs the operations of a model with fake tensors. No other runner of the partition may be in use."""
 
@@ -316,7 +324,7 @@ class DryRun:
             flats[b] = torch.empty(numel, dtype=dtype, device=self._device)
             touched = [param.name for param in layout.blocks[b].params] if self._is_summed else []
             grad_dtype = torch.float32 if b in self._in_fp32 else self._grad_dtype
-            grads[b] = GradBuffer(torch.empty(numel, dtype=grad_dtype, device=self._device), touched)
+            grads[b] = _ImaginedSums(torch.empty(numel, dtype=grad_dtype, device=self._device), touched)
         self._runner.install(block, flats, grads if goes_backward else {})
 
 

@@ -12,7 +12,9 @@ from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes as 
 from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as reserved_nbytes
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
+from windlass.engine.memory_plan.buffer_counts import ADDED_NUMEL as ADDED_NUMEL
 from windlass.engine.memory_plan.buffer_counts import MAX_GRAD_BUFFERS as MAX_GRAD_BUFFERS
+from windlass.engine.memory_plan.buffer_counts import NUM_GATHERED_CHUNKS as NUM_GATHERED_CHUNKS
 from windlass.engine.memory_plan.buffer_counts import OVERLAY_ALIGNMENT_NBYTES as OVERLAY_ALIGNMENT_NBYTES
 from windlass.engine.memory_plan.buffer_counts import ROUNDING_NUMEL as ROUNDING_NUMEL
 from windlass.engine.memory_plan.buffer_counts import grad_buffers as grad_buffers
@@ -20,6 +22,7 @@ from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job as gra
 from windlass.engine.memory_plan.buffer_counts import grad_overlay_of_job as grad_overlay_of_job
 from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffers
 from windlass.engine.memory_plan.buffer_counts import overlay_nbytes as overlay_nbytes
+from windlass.engine.memory_plan.buffer_counts import param_buffer_numels as param_buffer_numels
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import rounding_nbytes as rounding_nbytes

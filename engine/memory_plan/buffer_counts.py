@@ -18,7 +18,15 @@ MAX_GRAD_BUFFERS = 2
 OVERLAY_ALIGNMENT_NBYTES = 512
 # Elements of a gradient that are rounded in place at once: 16 MiB in 16 bits.
 ROUNDING_NUMEL = 2**23
+# Elements of a 16-bit gradient that are added to fp32 sums at once on a CPU, which converts them first: 4 MiB.
+ADDED_NUMEL = 2**20
 _FP32_NBYTES = 4
+# Elements of a total that are added to a lane's sum at once, and the number of buffers for them: one is filled while
+# another is added. 64 MiB together.
+_TOTAL_PART_NUMEL, _NUM_TOTAL_PARTS = 2**23, 2
+# Chunks of a gradient in pieces that are gathered for their norms at once, at most. In the order of the backward pass
+# these are one between two pieces, and one with the norms and biases. Pieces that come back for a norm need a third.
+NUM_GATHERED_CHUNKS = 3
 
 
 def param_buffers(
@@ -26,7 +34,8 @@ def param_buffers(
 ) -> Counter[int]:
     """Counts buffers by number of elements: enough for any `num_ahead` consecutive operations of a step.
 
-    `shared`: per block, the blocks whose params its operation reads. `resident` blocks have their params on the device.
+    `block_numels`: the elements of each block's buffer (`param_buffer_numels`). `shared`: per block, the blocks whose
+    params its operation reads. `resident` blocks have their params on the device.
     At the boundary of steps, groups of micro-batches or evaluations, the first params are needed once more and wait for
     a buffer.
     """
@@ -39,6 +48,14 @@ def param_buffers(
     for window in windows:
         most |= Counter(itertools.chain.from_iterable(window))
     return most
+
+
+def param_buffer_numels(block_numels: Sequence[int], *, ends_share: bool) -> list[int]:
+    """Returns the elements of the buffer of each block's params. `ends_share`: see `Plan.ends_share_params`."""
+    numels = list(block_numels)
+    if ends_share:
+        numels[0] = numels[-1] = max(numels[0], numels[-1])
+    return numels
 
 
 def grad_buffers(block_numels: Mapping[int, int], *, resident: Collection[int], num_waiting: int) -> Counter[int]:
@@ -96,7 +113,7 @@ def grad_buffers_of_job(
     most.update((block_numels[block], _FP32_NBYTES) for blocks in shared for block in blocks[1:])
     if lanes is not None and lanes.num_lanes > 1:  # then all sums are fp32
         totals = Counter({numel: number for (numel, _), number in most.items()})
-        of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size)
+        of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size, elsewhere=elsewhere)
         most.update({(numel, _FP32_NBYTES): number for numel, number in of_lanes.items()})
     return most
 
@@ -109,11 +126,13 @@ def grad_overlay_of_job(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
+    has_lanes: bool = False,
 ) -> dict[int | None, list[tuple[int, int]]]:
     """Returns the gradient buffers that lie in the same memory, by user: (number of elements, bytes of an element).
 
     The users are all layers whose gradients leave in pieces together (None), and blocks that are computed before and
-    after all layers.
+    after all layers. Of these, the first buffer is for the sum. With several lanes it is a lane's, and the others are
+    for parts of the total.
 
     Args:
         block_numels: the elements of each block.
@@ -122,6 +141,7 @@ def grad_overlay_of_job(
         itemsize: bytes of an element of a gradient that leaves the device.
         summed_in_fp32: blocks whose gradients are always summed in fp32.
         is_summed: several micro-batches are summed.
+        has_lanes: they are summed in several lanes.
     """
     numels = [block_numels[layer] for layer in pieces]
     in_pieces, rests = grad_piece_numels(list(pieces.values()), numels, is_summed=is_summed)
@@ -129,6 +149,8 @@ def grad_overlay_of_job(
     for block in blocks:
         # A sum in fp32 is rounded in place if it leaves in another format.
         users[block] = [(block_numels[block], _FP32_NBYTES if block in summed_in_fp32 else itemsize)]
+        if has_lanes:
+            users[block] += [(min(block_numels[block], _TOTAL_PART_NUMEL), _FP32_NBYTES)] * _NUM_TOTAL_PARTS
     return users
 
 
@@ -140,15 +162,29 @@ def streamed_grads_nbytes(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
+    has_lanes: bool,
+    chunk_numel: int,
 ) -> int:
-    """Returns the bytes of the buffers of `grad_overlay_of_job`, and of a layer's norms by row during an operation."""
+    """Returns the bytes of the buffers of `grad_overlay_of_job`, and of those for a layer's norms during an operation.
+
+    These are norms by row, or with several lanes the chunks that lie in several pieces.
+    """
     if not pieces:
         return 0
     users = grad_overlay_of_job(
-        block_numels, pieces, blocks, itemsize=itemsize, summed_in_fp32=summed_in_fp32, is_summed=is_summed
+        block_numels,
+        pieces,
+        blocks,
+        itemsize=itemsize,
+        summed_in_fp32=summed_in_fp32,
+        is_summed=is_summed,
+        has_lanes=has_lanes,
     )
-    num_rows = max(block_numels[layer] for layer in pieces) // NORM_ROW_NUMEL
-    return overlay_nbytes([numel * size for numel, size in buffers] for buffers in users.values()) + 8 * num_rows
+    largest = max(block_numels[layer] for layer in pieces)
+    norms_nbytes = 8 * (largest // NORM_ROW_NUMEL)
+    if has_lanes:
+        norms_nbytes = min(largest, NUM_GATHERED_CHUNKS * chunk_numel) * _FP32_NBYTES
+    return overlay_nbytes([numel * size for numel, size in buffers] for buffers in users.values()) + norms_nbytes
 
 
 def overlay_nbytes(users: Iterable[Sequence[int]]) -> int:
@@ -164,19 +200,21 @@ def lane_buffers(
     *,
     lanes: LaneDivision,
     group_size: int,
+    elsewhere: Collection[int] = (),
 ) -> Counter[int]:
     """Counts buffers by number of elements, for sums of lanes beside the totals of finished lanes.
 
     `totals`: the buffers for totals, by number of elements. If groups end inside of lanes, each total may have a lane's
-    sum beside it, wherever it is. Otherwise only the running operation has sums of lanes.
+    sum beside it, wherever it is. Otherwise only the running operation has sums of lanes. `elsewhere`: blocks whose own
+    sums have other buffers.
     """
     if lanes.num_lanes == 1:
         return Counter()
     if lanes.num_open_lanes(group_size):
         return totals
     most: Counter[int] = Counter()
-    for blocks in shared:
-        most |= Counter(block_numels[block] for block in blocks)
+    for user, blocks in enumerate(shared):
+        most |= Counter(block_numels[block] for block in blocks if block != user or block not in elsewhere)
     return most
 
 

@@ -4,6 +4,7 @@ A layer's flat vector begins with its matrices, in the order of its modules. The
 Norms and biases are at the vector's end; they are small and are copied as a whole.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -25,10 +26,11 @@ def cut_layers(layers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...
     those of one module first.
     """
     limit = max((numel for modules in layers for module in modules for numel in module), default=0)
-    return [_cut(modules, limit) for modules in layers]
+    return [_cut(tuple(map(tuple, modules)), limit) for modules in layers]
 
 
-def _cut(modules: Sequence[Sequence[int]], limit: int) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=256)  # most layers are alike
+def _cut(modules: tuple[tuple[int, ...], ...], limit: int) -> tuple[int, ...]:
     bounds, stop = [0], 0
     for module in modules:
         for numel in [sum(module)] if sum(module) <= limit else module:

@@ -173,6 +173,9 @@ class Plan:
     # an equal part; else there is a slot for each use of a chunk.
     partial_grads: Pool
     open_lanes: Pool  # as `partial_grads`, for sums of lanes in which a group ends
+    # Owned by the first GPU worker; those of the others follow. For the running operation, where gradients leave in
+    # pieces: for a layer's lane between micro-batches, or for the total of embedding or head between lanes.
+    lane_sums: Pool
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
@@ -194,8 +197,12 @@ class Plan:
     num_grad_buffers: int  # blocks whose gradients may be on the device, in flight to the host
     # Blocks whose gradients leave the device in pieces while they are computed. They need no buffer of their size.
     grad_streamed_blocks: tuple[int, ...]
-    # Blocks whose gradients lie in the memory of those pieces, before and after them: the embedding and the head.
+    # Blocks whose gradients lie in the memory of those pieces, before and after them: the embedding and the head. With
+    # several lanes only a lane's sum does, and the total of the lanes before comes in parts.
     grad_overlaid_blocks: tuple[int, ...]
+    # Embedding and head have one buffer for their params on the device: one operates before and after all layers, the
+    # other between them.
+    ends_share_params: bool
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
     # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other
@@ -270,12 +277,14 @@ def make_plan(
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
     _check_ranks(placement, num_ranks, num_microbatches)
-    if placement.streams_grads and (num_lanes > 1 or num_ranks > 1):
-        raise PlanError(
-            f"streams_grads is set, and the job has {num_lanes} lanes and {num_ranks} GPUs: gradients leave the device "
-            "in pieces only with one lane and one GPU; leave it out"
-        )
     lanes = LaneDivision(num_lanes, num_microbatches)
+    group_size = _group_size(placement, lanes, num_ranks)
+    if placement.streams_grads and lanes.num_open_lanes(group_size):
+        raise PlanError(
+            f"streams_grads is set, and groups of {group_size} of {num_microbatches} micro-batches end inside of the "
+            f"{num_lanes} lanes: gradients leave the device in pieces only where groups are whole lanes; choose "
+            f"group_size={lanes.smallest_uncut_group}, or leave streams_grads out"
+        )
     for choice in _choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
         plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
@@ -292,7 +301,10 @@ def _too_little_host_memory(plan: "Plan", limit_nbytes: int, *, is_budget: bool)
     """Returns the error that no plan fits. `plan`: the smallest plan."""
     parts = {
         "params": plan.params.nbytes,
-        "gradients": plan.grads.nbytes + plan.partial_grads.nbytes + plan.open_lanes.nbytes,
+        "gradients": plan.grads.nbytes
+        + plan.partial_grads.nbytes
+        + plan.open_lanes.nbytes
+        + plan.num_ranks * plan.lane_sums.nbytes,
         "states at the optimizers": sum(pool.nbytes for pool in plan.states),
         "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
@@ -476,11 +488,15 @@ def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     return sum(sorted(streamed)[-choice.num_held_blocks :])
 
 
-def _num_partial_grads(model: ModelSize, placement: Placement, num_groups: int, num_ranks: int) -> int:
+def _num_partial_grads(
+    model: ModelSize, placement: Placement, num_groups: int, num_ranks: int, lanes: LaneDivision
+) -> int:
     """Returns the slots for sums that groups pass on. Sums of device-resident blocks stay on the device and need none.
 
     A sum that waits for a group which the same GPU worker computes later needs slots of its own. One that another GPU
-    worker takes at once does not: each passes on those of two typical blocks, or of the operation with most.
+    worker takes at once does not: each passes on those of two typical blocks, or of the operation with most. It takes
+    the total of lanes that lies in the memory of pieces at its operation's end (`SumBesideTotal`). Meanwhile this one
+    begins a layer.
     """
     if num_groups == 1:
         return 0
@@ -488,8 +504,37 @@ def _num_partial_grads(model: ModelSize, placement: Placement, num_groups: int, 
     num_chunks = [model.num_chunks(block) for block in uses if block not in placement.device_blocks]
     if num_groups > num_ranks:
         return sum(num_chunks)
-    shared = sum(map(model.num_chunks, model.shared_blocks))
-    return (num_groups - 1) * max(2 * model.typical_chunks, max(map(model.num_chunks, model.blocks)) + shared)
+    most = max(map(model.num_chunks, model.blocks))
+    if lanes.num_lanes > 1 and (ends := _overlaid(model, placement)):
+        layer = max(map(model.num_chunks, placement.streamed_blocks))
+        most = max(most, max(map(model.num_chunks, ends)) + layer)
+    return (num_groups - 1) * max(2 * model.typical_chunks, most + sum(map(model.num_chunks, model.shared_blocks)))
+
+
+def _group_size(placement: Placement, lanes: LaneDivision, num_ranks: int) -> int:
+    """Returns the micro-batches of a group.
+
+    As many GPU workers as possible compute a group. The last ones may have none: 4 micro-batches make 2 groups for 3.
+    """
+    largest_group = -(-lanes.num_microbatches // num_ranks)
+    return min(placement.group_size or largest_group, largest_group)
+
+
+def _overlaid(model: ModelSize, placement: Placement) -> tuple[int, ...]:
+    """Returns the blocks whose gradients lie in the memory of those in pieces; see `Plan.grad_overlaid_blocks`."""
+    if not placement.streams_grads or not placement.streamed_blocks:
+        return ()
+    ends = (model.blocks[0], model.blocks[-1])
+    return tuple(block for block in ends if model.is_own(block) and block not in placement.device_blocks)
+
+
+def _num_lane_sums(model: ModelSize, placement: Placement, lanes: LaneDivision, group_size: int) -> int:
+    """Returns the slots of one GPU worker in `Plan.lane_sums`."""
+    if not placement.streams_grads or lanes.num_lanes == 1:
+        return 0
+    layers = placement.streamed_blocks if lanes.has_long_lane else ()
+    others = _overlaid(model, placement) if lanes.most_lanes_in_group(group_size) > 1 else ()
+    return max(map(model.num_chunks, (*layers, *others)), default=0)
 
 
 def _lay_out(
@@ -531,24 +576,27 @@ def _lay_out(
         slot_nbytes=state_nbytes,
         num_slots=TRANSIT_DEPTH if placement.device_blocks else 0,
     )
-    # As many GPU workers as possible compute a group. The last ones may have none: 4 micro-batches make 2 groups for 3.
-    largest_group = -(-lanes.num_microbatches // num_ranks)
-    group_size = min(placement.group_size or largest_group, largest_group)
+    group_size = _group_size(placement, lanes, num_ranks)
     num_groups = -(-lanes.num_microbatches // group_size)
     partial_grads = Pool(
         offset=transit.offset + transit.nbytes,
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
-        num_slots=_num_partial_grads(model, placement, num_groups, num_ranks),
+        num_slots=_num_partial_grads(model, placement, num_groups, num_ranks, lanes),
     )
     open_lanes = Pool(
         offset=partial_grads.offset + partial_grads.nbytes,
         slot_nbytes=partial_grads.slot_nbytes,
         num_slots=partial_grads.num_slots if lanes.num_open_lanes(group_size) else 0,
     )
+    lane_sums = Pool(
+        offset=open_lanes.offset + open_lanes.nbytes,
+        slot_nbytes=partial_grads.slot_nbytes,
+        num_slots=_num_lane_sums(model, placement, lanes, group_size),
+    )
     num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
     num_staged = min(placement.depths.staged_activations, num_ssd_activations)
     activations = Pool(
-        offset=open_lanes.offset + open_lanes.nbytes,
+        offset=lane_sums.offset + num_ranks * lane_sums.nbytes,
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
     )
@@ -570,6 +618,7 @@ def _lay_out(
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
         num_slots=num_borrowed + min(num_lent, TRANSIT_DEPTH),
     )
+    overlaid = _overlaid(model, placement)
     return Plan(
         params=params,
         grads=grads,
@@ -578,6 +627,7 @@ def _lay_out(
         transit=transit,
         partial_grads=partial_grads,
         open_lanes=open_lanes,
+        lane_sums=lane_sums,
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),
@@ -594,15 +644,8 @@ def _lay_out(
         num_ssd_activations=num_ssd_activations,
         num_grad_buffers=placement.num_grad_buffers,
         grad_streamed_blocks=tuple(sorted(placement.streamed_blocks)) if placement.streams_grads else (),
-        # In several groups their sums would come back ahead of time, while the pieces need the memory.
-        grad_overlaid_blocks=tuple(
-            block
-            for block in (model.blocks[0], model.blocks[-1])
-            if placement.streams_grads
-            and num_groups == 1
-            and model.is_own(block)
-            and block not in placement.device_blocks
-        ),
+        grad_overlaid_blocks=overlaid,
+        ends_share_params=len(overlaid) == 2 and not model.shared_blocks,  # the head uses a tied embedding
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
         crossings=hidden_states,

@@ -34,7 +34,7 @@ from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
 from windlass.engine.model.fused_kernels import add_fused_loss
-from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSums
+from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSink
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
@@ -362,7 +362,7 @@ class BlockRunner:
         try:
             with projections_in_place(sites, self._sinks, in_fp32=self._has_fp32_product):
                 for m, target in enumerate(targets):
-                    self._seed(step, m, self.partition.head)
+                    self._begin_microbatch(step, m, self.partition.head, is_last=m + 1 == len(targets))
                     grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
                     if train:
                         self.grads.append(grad)
@@ -494,12 +494,15 @@ class BlockRunner:
         self._seed(step, microbatch, block)
         if self._streamed is not None:
             self._streamed.begin_microbatch(is_last=is_last)
+        for sink in self._sinks.values():
+            if isinstance(sink, LaneSink):
+                sink.begin_microbatch(self.first_microbatch + microbatch)
 
     def _end_microbatch(self, microbatch: int) -> None:
         """Ends the lane of which a micro-batch is the last one."""
         if self._lanes is not None and self._lanes.ends_lane(self.first_microbatch + microbatch):
             for sink in self._sinks.values():
-                if isinstance(sink, LaneSums):
+                if isinstance(sink, LaneSink):
                     sink.end_lane()
 
     def _seed(self, step: int, microbatch: int, block: int) -> None:

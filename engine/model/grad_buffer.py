@@ -1,10 +1,11 @@
 """The buffers in which a block's gradient is summed."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from windlass.engine.memory_plan import ADDED_NUMEL
 from windlass.engine.slices import num_product_rows
 
 
@@ -24,7 +25,7 @@ class GradBuffer:
         """Adds one tensor's gradient at its place."""
         view = self.flat[offset : offset + grad.numel()]
         if name in self.touched:
-            view.add_(grad.reshape(-1))
+            _add(view, grad.reshape(-1))
         else:
             view.copy_(grad.reshape(-1))
             self.touched.add(name)
@@ -74,6 +75,15 @@ class GradBuffer:
                 self.flat[offset : offset + numel].zero_()
 
 
+def _add(sums: torch.Tensor, grad: torch.Tensor) -> None:
+    """Adds to flat sums, on a CPU with at most `ADDED_NUMEL` elements of memory in the wider one of both dtypes."""
+    if sums.dtype is grad.dtype or sums.device.type != "cpu":  # a GPU's kernel converts each element that it reads
+        sums.add_(grad)
+        return
+    for target, part in zip(torch.split(sums, ADDED_NUMEL), torch.split(grad, ADDED_NUMEL), strict=True):
+        target.add_(part)
+
+
 class LaneSums:
     """The gradient of one block, to which micro-batches are added in lanes.
 
@@ -99,6 +109,9 @@ class LaneSums:
     ) -> None:
         """Adds `left.T @ right` to its lane; see `GradBuffer.add_product`."""
         self._open.add_product(name, offset, left, right, in_fp32=in_fp32)
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """See LaneSink. The sum that is open goes on."""
 
     def end_lane(self) -> None:
         """Adds a lane to the total. Tensors that the lane has not reached stay as they are in the total."""
@@ -134,3 +147,14 @@ class GradSink(Protocol):
         self, name: str, offset: int, left: torch.Tensor, right: torch.Tensor, *, in_fp32: bool = False
     ) -> None:
         """See GradBuffer."""
+
+
+@runtime_checkable
+class LaneSink(GradSink, Protocol):
+    """A sink that is told of micro-batches and lanes, because its sums depend on them or move between them."""
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Begins a micro-batch, an index in the step."""
+
+    def end_lane(self) -> None:
+        """Ends the lane of the micro-batch before, in a job with several lanes."""

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
@@ -33,7 +34,8 @@ class ParamSlice:
     decay: bool  # has weight decay; False for norms and biases
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots, because its sums are kept: plans need them often.
+@dataclass(frozen=True)
 class BlockLayout:
     """A block's flat vector. Parameters with weight decay come first, so a chunk has at most one boundary of decay."""
 
@@ -41,7 +43,7 @@ class BlockLayout:
     name: str  # "embedding", "model.layers.3", "head"
     params: tuple[ParamSlice, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The elements of the flat vector."""
         return sum(param.numel for param in self.params)
@@ -51,12 +53,12 @@ class BlockLayout:
         """The elements with weight decay, which come first."""
         return sum(param.numel for param in self.params if param.decay)
 
-    @property
-    def decay_numels_by_module(self) -> list[list[int]]:
+    @cached_property
+    def decay_numels_by_module(self) -> tuple[tuple[int, ...], ...]:
         """The elements of each parameter with weight decay, in order, grouped by module."""
         decaying = (param for param in self.params if param.decay)
         modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
-        return [[param.numel for param in params] for _, params in modules]
+        return tuple(tuple(param.numel for param in params) for _, params in modules)
 
 
 @dataclass(frozen=True, slots=True)

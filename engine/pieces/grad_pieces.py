@@ -4,6 +4,9 @@ Autograd reaches a layer's matrices one after the other. As soon as all of a pie
 to host memory, and its buffer serves the next piece. A piece that gets a further gradient comes back first. So sums
 have the same order, and the same bits, as in one buffer of the whole layer. Only streams wait, not threads: the use of
 a buffer waits for the copies from it and to it.
+
+With several lanes, a lane's sum and the total of the lanes before are two sums of a piece. In the lane's last
+micro-batch the total comes to the device, too, and the piece leaves as the new total.
 """
 
 import functools
@@ -16,9 +19,11 @@ from typing import Protocol
 import torch
 
 from windlass.engine.device import Device, Event, Stream
+from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import NORM_ROW_NUMEL
 from windlass.engine.model import GradBuffer
 from windlass.engine.optimizer import NormInParts
+from windlass.engine.pieces.chunk_norms import ChunkNorms
 
 
 class GradHome(Protocol):
@@ -39,7 +44,22 @@ class PieceSums:
     """The sums of a block's gradient so far, in host memory."""
 
     touched: set[str] = field(default_factory=set)  # names of the tensors that have a sum
-    stored: dict[int, tuple[GradHome, Event]] = field(default_factory=dict)  # by piece; the event is after its copy
+    # By piece. The event is after its copy; None: it is over.
+    stored: dict[int, tuple[GradHome, Event | None]] = field(default_factory=dict)
+
+
+class SecondGradientError(RuntimeError):
+    """A tensor gets two gradients in the last micro-batch of a lane, and the first one was added to the total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceLanes:
+    """The lanes of a job with several ones, for one operation. Its group of micro-batches has whole lanes."""
+
+    division: LaneDivision
+    last: int  # the last lane of the group in a full step
+    home: GradHome | None  # the place of a lane's sum between micro-batches; None: a later lane has one only
+    chunk_numel: int  # elements of a chunk of the block, for its norms
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +67,8 @@ class _Buffer:
     flat: torch.Tensor
     usable: Event  # after the last copy from the buffer, or to it
     piece: int | None = None  # the piece in it, or in flight to it; None: its contents have left, or are leaving
+    is_lane: bool = False  # the piece's sum of a lane behind the first one; else its total
+    is_changed: bool = False  # something was added since it was filled
 
 
 class GradPieceBuffers:
@@ -101,6 +123,8 @@ class StreamedGrad:
         home: GradHome,
         *,
         is_complete: bool,
+        moves: bool = True,
+        lanes: PieceLanes | None = None,
     ) -> None:
         """Continues the sums of earlier micro-batches.
 
@@ -108,23 +132,58 @@ class StreamedGrad:
             buffers: no other operation may use them before `end`.
             bounds: the first element of each piece in the flat vector, of the rest after them, and the rest's end.
             params: (name, offset, numel) of all tensors.
-            sums: of the block in this step; it is changed.
+            sums: the total of the block in this step; it is changed.
             home: the pieces' place after the operation.
             is_complete: the operation completes the gradient.
+            moves: pieces to which nothing is added come to `home`, too.
+            lanes: None if there is only one.
         """
         self._buffers = buffers
         self._bounds = tuple(bounds)
-        self._sums = sums
+        self._total = sums
+        self._lane: PieceSums | None = None  # of the open lane, if it is not the first one
         self._home = home
         self._names: list[list[tuple[str, int, int]]] = [[] for _ in itertools.pairwise(bounds)]
         for name, offset, numel in params:
             self._names[self._piece_at(offset)].append((name, offset, numel))
-        self._left: dict[int, set[str]] = {}  # by piece in a buffer: the tensors that this micro-batch has not reached
-        self.norm = NormInParts(self._bounds, buffers.dtype, buffers.device.device) if is_complete else None
+        # By piece whose open sum is in a buffer: the tensors that this micro-batch has not reached.
+        self._left: dict[int, set[str]] = {}
+        self._is_complete, self._moves, self._lanes = is_complete, moves, lanes
+        self._ends_lane = self._is_last_lane = False  # of the current micro-batch
+        self._merged: set[str] = set()  # the tensors of the open lane that are in the total already
+        self._normed: set[int] = set()  # pieces in `norms`
+        device = buffers.device.device
+        self.norm = NormInParts(self._bounds, buffers.dtype, device) if is_complete and lanes is None else None
+        self.norms = ChunkNorms(self._bounds[-1], lanes.chunk_numel, device) if is_complete and lanes else None
 
     def begin(self) -> None:
         """Has the sums that are needed first copied to the device."""
-        self._bring(len(self._names) - 2)
+        if self._lanes is None:
+            self._bring(len(self._names) - 2)
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """See LaneSink."""
+        for piece in self._left:
+            self._left[piece] = self._names_of(piece)
+        if self._lanes is not None:
+            lane = self._lanes.division.lane_of(microbatch)
+            if lane > 0 and self._lane is None:
+                self._lane = PieceSums()
+            self._ends_lane = lane > 0 and self._lanes.division.ends_lane(microbatch)
+            self._is_last_lane = lane == self._lanes.last
+            self._bring(len(self._names) - 2)
+
+    def end_lane(self) -> None:
+        """See LaneSink. All sums of the lane are added to the total."""
+        if self._lane is not None:
+            for piece, names in enumerate(self._names):
+                if any(name in self._lane.touched for name, *_ in names):
+                    self._merge(self._open(piece), is_over=True)
+            self._lane, self._ends_lane = None, False
+            self._merged.clear()
+        for buffer in (*self._buffers.pieces, *self._buffers.rests):
+            if buffer.piece is not None:
+                self._evict(buffer)
 
     def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
         """Adds one tensor's gradient at its place."""
@@ -138,40 +197,69 @@ class StreamedGrad:
 
     def end(self) -> None:
         """Copies what is still on the device to host memory. A complete gradient is zero where nothing was added."""
+        self._is_last_lane = False  # lanes may be missing, and pieces without a norm come back for it in order
+        if self._lane is not None:
+            self.end_lane()
         for piece, names in enumerate(self._names):
-            if not names:
-                continue
-            stored = self._sums.stored.get(piece)
-            if self.norm is None:
-                if piece in self._left:
-                    self._store(piece)
-                continue
-            untouched = [(offset, numel) for name, offset, numel in names if name not in self._sums.touched]
-            if piece in self._left or untouched or stored is None or stored[0] is not self._home:
-                flat, start = self._open(piece), self._bounds[piece]
-                for offset, numel in untouched:
+            buffer = self._buffer_of(piece, is_lane=False)
+            stored = self._total.stored.get(piece)
+            is_elsewhere = stored is not None and stored[0] is not self._home
+            needs_store = (buffer is not None and buffer.is_changed) or (is_elsewhere and self._moves)
+            untouched = [(offset, numel) for name, offset, numel in names if name not in self._total.touched]
+            if self._is_complete and names:
+                lacks_norm = self.norms is not None and piece not in self._normed
+                needs_store |= bool(untouched) or stored is None or lacks_norm
+            if needs_store:
+                buffer = self._open(piece)
+                flat, start = self._view(buffer, piece), self._bounds[piece]
+                for offset, numel in untouched if self._is_complete else ():
                     flat[offset - start : offset - start + numel].zero_()
-                self._store(piece)
+                self._store(buffer, is_final=True)
+            elif buffer is not None:
+                self._evict(buffer)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _change(self, name: str, offset: int, change: Callable[[GradBuffer, int], None]) -> None:
+        if name in self._merged:
+            raise SecondGradientError(
+                f"{name} gets two gradients in one micro-batch. Where gradients leave the device in pieces and are "
+                "summed in several lanes, that would change bits. Train with lanes=1, or give the job enough memory of "
+                "the device, so that its gradients need not leave in pieces"
+            )
         piece = self._piece_at(offset)
-        buffer = GradBuffer(self._open(piece), self._sums.touched)
-        change(buffer, offset - self._bounds[piece])
-        self._sums.touched.add(name)
+        buffer = self._open(piece)
+        sums = GradBuffer(self._view(buffer, piece), self._open_sums.touched)
+        change(sums, offset - self._bounds[piece])
+        self._open_sums.touched.add(name)
+        buffer.is_changed = True
         left = self._left[piece]
         left.discard(name)
-        if not left:
-            self._store(piece)
+        if not left and self._ends_lane:
+            self._merge(buffer, is_over=True)
+        elif not left:
+            self._store(buffer, is_final=False)
+        elif self._ends_lane:
+            self._bring(piece)
         if piece != len(self._names) - 1:
             self._bring(piece - 1)  # the backward pass goes from the end to the start
+
+    @property
+    def _open_sums(self) -> PieceSums:
+        """The sums that gradients are added to: of a lane behind the first one, or the total."""
+        return self._total if self._lane is None else self._lane
+
+    def _names_of(self, piece: int) -> set[str]:
+        return {name for name, *_ in self._names[piece]}
 
     def _piece_at(self, offset: int) -> int:
         return bisect_right(self._bounds, offset, hi=len(self._bounds) - 1) - 1
 
-    def _buffers_of(self, piece: int) -> list[_Buffer]:
+    def _buffers_for(self, piece: int) -> list[_Buffer]:
         return self._buffers.rests if piece == len(self._names) - 1 else self._buffers.pieces
+
+    def _buffer_of(self, piece: int, *, is_lane: bool) -> _Buffer | None:
+        return next((b for b in self._buffers_for(piece) if b.piece == piece and b.is_lane == is_lane), None)
 
     def _view(self, buffer: _Buffer, piece: int) -> torch.Tensor:
         start, stop = self._bounds[piece : piece + 2]
@@ -179,48 +267,115 @@ class StreamedGrad:
         shift = start % NORM_ROW_NUMEL
         return buffer.flat[shift : shift + stop - start]
 
-    def _open(self, piece: int) -> torch.Tensor:
-        """Returns a piece's sums so far, for work of the compute stream."""
-        buffer = next((b for b in self._buffers_of(piece) if b.piece == piece), None) or self._fill(piece)
+    def _open(self, piece: int) -> _Buffer:
+        """Returns the buffer with a piece's sums so far, for work of the compute stream."""
+        is_lane = self._lane is not None
+        buffer = self._buffer_of(piece, is_lane=is_lane) or self._fill(piece, is_lane=is_lane)
         self._buffers.device.compute.wait(buffer.usable)
-        return self._view(buffer, piece)
+        return buffer
 
-    def _fill(self, piece: int) -> _Buffer:
-        """Takes the buffer that was used least recently, and has the piece's sums copied to it if there are any."""
-        buffers = self._buffers_of(piece)
-        buffer = next((b for b in buffers if b.piece is None), buffers[0])
+    def _fill(self, piece: int, *, is_lane: bool, beside: _Buffer | None = None) -> _Buffer:
+        """Takes a buffer other than `beside`, and has the piece's sums copied to it if there are any.
+
+        It takes one without contents, or with contents that are in host memory, or else the least recently used one.
+        """
+        buffers = self._buffers_for(piece)
+        if is_lane and self._lanes is not None and self._lanes.home is None:
+            # Lanes leave by being added to their total, which needs a buffer, too.
+            of_lanes = [b for b in buffers if b.piece is not None and b.is_lane]
+            if len(of_lanes) >= len(buffers) - 1:
+                self._merge(of_lanes[0], is_over=False)
+        buffer = min((b for b in buffers if b is not beside), key=lambda b: (b.piece is not None, b.is_changed))
         if buffer.piece is not None:
-            self._store(buffer.piece)  # it comes back if it gets a further gradient
+            self._evict(buffer)  # it comes back if it gets a further gradient
         buffers.remove(buffer)
         buffers.append(buffer)
-        buffer.piece, self._left[piece] = piece, {name for name, *_ in self._names[piece]}
-        if piece in self._sums.stored:
-            home, stored = self._sums.stored[piece]
+        buffer.piece, buffer.is_lane, buffer.is_changed = piece, is_lane, False
+        if is_lane == (self._lane is not None):
+            self._left[piece] = self._names_of(piece)
+        sums = self._lane if is_lane and self._lane is not None else self._total
+        if piece in sums.stored:
+            home, stored = sums.stored[piece]
             stream, target = self._buffers.h2d, self._view(buffer, piece)
             stream.wait(buffer.usable)
-            stream.wait(stored)
+            if stored is not None:
+                stream.wait(stored)
             buffer.usable = self._copy(stream, home, functools.partial(home.load, target), piece, is_out=False)
         return buffer
 
     def _bring(self, piece: int) -> None:
-        """Has a piece's sums copied to a free buffer, if there are any."""
-        buffers = self._buffers.pieces
-        if piece in self._sums.stored and piece not in self._left and any(b.piece is None for b in buffers):
-            self._fill(piece)
+        """Has a piece's sums copied to free buffers, if there are any: also the total, where the lane ends."""
+        wanted = [(self._open_sums, self._lane is not None)]
+        if self._ends_lane:
+            wanted.append((self._total, False))
+        for sums, is_lane in wanted:
+            is_free = any(buffer.piece is None for buffer in self._buffers.pieces)
+            if piece in sums.stored and is_free and self._buffer_of(piece, is_lane=is_lane) is None:
+                self._fill(piece, is_lane=is_lane)
 
-    def _store(self, piece: int) -> None:
+    def _evict(self, buffer: _Buffer) -> None:
+        """Frees a buffer, whose piece may come back."""
+        assert buffer.piece is not None, "it has a piece"
+        if not buffer.is_changed:
+            if buffer.is_lane == (self._lane is not None):
+                self._left.pop(buffer.piece, None)
+            buffer.piece = None
+        elif buffer.is_lane and self._lanes is not None and self._lanes.home is None:
+            self._merge(buffer, is_over=False)
+        else:
+            self._store(buffer, is_final=False)
+
+    def _merge(self, buffer: _Buffer, *, is_over: bool) -> None:
+        """Adds a lane's sum of a piece to its total, and stores it. `is_over`: the lane adds no more to the piece."""
+        piece, lane, total = buffer.piece, self._lane, self._total
+        assert piece is not None, "the buffer has a piece"
+        assert lane is not None, "a lane is open"
+        compute, start, mine = self._buffers.device.compute, self._bounds[piece], self._view(buffer, piece)
+        names = self._names_of(piece)
+        if piece in total.stored and not names.isdisjoint(total.touched):
+            other = self._buffer_of(piece, is_lane=False) or self._fill(piece, is_lane=False, beside=buffer)
+            compute.wait(other.usable)
+            theirs = self._view(other, piece)
+            for name, offset, numel in self._names[piece]:
+                place = slice(offset - start, offset - start + numel)
+                if name in total.touched and name in lane.touched:
+                    torch.add(theirs[place], mine[place], out=mine[place])
+                elif name in total.touched:
+                    mine[place].copy_(theirs[place])
+            other.piece, other.usable = None, compute.record()
+        added = names & lane.touched
+        total.touched |= added
+        lane.touched -= added
+        self._merged |= added
+        lane.stored.pop(piece, None)
+        buffer.is_lane, buffer.is_changed = False, True
+        is_final = is_over and self._is_last_lane and names <= total.touched
+        is_final = is_final and (self.norms is None or self.norms.has_room(*self._bounds[piece : piece + 2]))
+        self._left.pop(piece, None)
+        self._store(buffer, is_final=is_final)
+
+    def _store(self, buffer: _Buffer, *, is_final: bool) -> None:
         """Has a piece copied to host memory, after all queued work of the compute stream."""
-        buffer = next(b for b in self._buffers_of(piece) if b.piece == piece)
+        piece, sums, home = buffer.piece, self._total, self._home
+        assert piece is not None, "the buffer has a piece"
+        if buffer.is_lane:
+            assert self._lane is not None, "a lane is open"
+            assert self._lanes is not None, "there are several"
+            assert self._lanes.home is not None, "else it is added to the total"
+            sums, home = self._lane, self._lanes.home
         device, stream, view = self._buffers.device, self._buffers.d2h, self._view(buffer, piece)
         device.compute.wait(buffer.usable)
         if self.norm is not None:
             self.norm.put(view, self._bounds[piece])
+        if self.norms is not None and is_final:
+            self.norms.put(view, self._bounds[piece])
+            self._normed.add(piece)
         stream.wait(device.compute.record())
-        stored = self._copy(stream, self._home, functools.partial(self._home.store, view), piece, is_out=True)
+        stored = self._copy(stream, home, functools.partial(home.store, view), piece, is_out=True)
         device.poison(buffer.flat, stream)
-        buffer.piece, buffer.usable = None, stream.record()
-        self._sums.stored[piece] = self._home, stored
-        del self._left[piece]
+        buffer.piece, buffer.is_changed, buffer.usable = None, False, stream.record()
+        sums.stored[piece] = home, stored
+        self._left.pop(piece, None)
 
     def _copy(self, stream: Stream, home: GradHome, copy: Callable[[int], None], piece: int, *, is_out: bool) -> Event:
         start, stop = self._bounds[piece : piece + 2]

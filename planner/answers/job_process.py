@@ -15,6 +15,7 @@ from windlass.engine.data import DatasetError
 from windlass.planner.answers.what_if import with_what_if
 from windlass.planner.planning import answer_question, arguments_of, plan_job
 from windlass.planner.question import KeptShapes, PlanRequest
+from windlass.planner.solver import forget_programs
 
 
 def main() -> None:
@@ -44,7 +45,10 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
             # For example, operators whose output shapes depend on the data. The job then runs without a plan.
             return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
 
-    answer_question(options, answer_it)
+    try:
+        answer_question(options, answer_it)
+    finally:
+        forget_programs()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import MemoryTier, UpdateOrder
+from windlass.engine.memory_plan import MemoryTier, UpdateOrder, most_passing_blocks
 from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import (
     least_gpu,
@@ -48,10 +48,17 @@ _NEAR = 0.02
 # this, plans are tried that let the SSDs be busy for these shares of the time that it does.
 _LEAST_WAIT = 0.03
 _BUSY_SHARES = (0.85, 0.7, 0.55, 0.4)
+# If a plan waits as long as that, and gradients of fewer typical blocks may wait for their update, it is also tried
+# with so many.
+_MORE_PASSING = 8
 # Share of a step. If two plans differ by less, something that both use alike bounds them, and the others too.
 _ALIKE = 1e-4
-# Share of a step. If the best plan of the other order is slower by more, none of that order is faster.
+# Share of a step. If all plans of the other order, or place of kept gradients, are slower by more, none of their kinds
+# is faster.
 _FAR = 0.1
+# Share of a step. The simulation of a plan ends early once its step is longer by more than this than that of another
+# plan, if the rest takes as long as in the step before. So much less it may take.
+_SURE = 1.5e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,15 @@ class Planned:
     report: PlanReport
     solution: Solution | None = None
     layout: ModelLayout | None = None  # of the model's blocks; None also if the layers are hypothetical (`num_layers`)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Simulated:
+    """A plan whose step was simulated."""
+
+    solution: Solution
+    step_s: float = math.inf
+    most_s: float = 0.0  # if the step is longer, it was not simulated to its end
 
 
 def answer(question: PlanQuestion) -> Planned:
@@ -150,36 +166,51 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
     found = _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
-    simulated: list[tuple[Solution, float]] = []
+    simulated: list[_Simulated] = []
     busy, busy_s = _fastest_of(question, profiles, found, simulated)
-    fastest, step_s = _with_idle_ssds(question, profiles, busy, simulated)
+    fastest, step_s = _with_fewer_waits(question, profiles, busy, simulated)
+    if fastest.costs.job.keeps_grads and step_s > (1 + _LEAST_WAIT) * busy.step_s:
+        # It waits. Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
+        rivals = found.of_kind(fastest.costs.job.update_order, not fastest.costs.spills, step_s)
+        fastest, step_s = _faster_of((fastest, step_s), question, profiles, rivals, simulated, step_s)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
         (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
-        rivals = found.in_order(order, step_s)
-        if rivals is not None and rivals.best.step_s < step_s:
-            rival, rival_s = _fastest_of(question, profiles, rivals, simulated, busy_s)
-            if rival_s <= (1 + _FAR) * busy_s:
-                rival, rival_s = _with_idle_ssds(question, profiles, rival, simulated)
-            if rival_s < step_s:
-                fastest, step_s = rival, rival_s
+        rivals = found.of_kind(order, None, step_s)
+        fastest, step_s = _faster_of((fastest, step_s), question, profiles, rivals, simulated, busy_s)
     return fastest.costs.job, fastest, step_s
+
+
+def _faster_of(
+    fastest: tuple[Solution, float],
+    question: PlanQuestion,
+    profiles: Profiles,
+    rivals: Found | None,
+    simulated: list[_Simulated],
+    near_s: float,
+) -> tuple[Solution, float]:
+    """Returns the fastest plan or, if it is faster, that of another search. `near_s`: see `_FAR`."""
+    if rivals is None or rivals.best.step_s >= fastest[1]:
+        return fastest
+    rival, rival_s = _fastest_of(question, profiles, rivals, simulated, near_s)
+    if rival_s <= (1 + _FAR) * near_s:
+        rival, rival_s = _with_fewer_waits(question, profiles, rival, simulated)
+    return (rival, rival_s) if rival_s < fastest[1] else fastest
 
 
 def _fastest_of(
     question: PlanQuestion,
     profiles: Profiles,
     found: Found,
-    simulated: list[tuple[Solution, float]],
+    simulated: list[_Simulated],
     below_s: float = math.inf,
 ) -> tuple[Solution, float]:
     """Simulates the plans of a search. Returns the fastest one with its step time.
 
     `simulated`: the plans that were simulated before, to which these are added. `below_s`: the fastest of these.
     """
-    fastest, step_s = found.best, _step_of(question, profiles, found.best, simulated)
-    if step_s > (1 + _FAR) * below_s:
-        return fastest, step_s
+    fastest = found.best
+    step_s = _step_of(question, profiles, fastest, simulated, (1 + _FAR) * below_s)
     for other in found.others[:_NUM_OTHERS]:
         if other.step_s >= step_s:
             continue
@@ -187,7 +218,7 @@ def _fastest_of(
         if excess > 0:
             continue
         num_simulated = len(simulated)
-        other_s = _step_of(question, profiles, solution, simulated)
+        other_s = _step_of(question, profiles, solution, simulated, min(step_s, (1 + _FAR) * below_s))
         is_alike = len(simulated) > num_simulated and abs(other_s - step_s) <= _ALIKE * step_s
         if other_s < step_s:
             fastest, step_s = solution, other_s
@@ -196,8 +227,34 @@ def _fastest_of(
     return fastest, step_s
 
 
+def _with_fewer_waits(
+    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
+) -> tuple[Solution, float]:
+    """Returns a plan of about the same kind that waits less, with its step time, or the given one."""
+    return _with_idle_ssds(question, profiles, _with_more_passing(question, profiles, busy, simulated), simulated)
+
+
+def _with_more_passing(
+    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
+) -> Solution:
+    """Returns the same kind of plan with more gradients that may wait for their update, if it is faster.
+
+    By the cost model alone, few are enough if updates take less time than the backward pass. But they come unevenly.
+    """
+    step_s, number = _step_of(question, profiles, busy, simulated), busy.placement.num_passing_blocks
+    more = min(_MORE_PASSING, most_passing_blocks(busy.costs.job.model.num_own_blocks))
+    if number is None or number >= more or step_s <= (1 + _LEAST_WAIT) * busy.step_s:
+        return busy
+    try:
+        kind = replace(busy.kind, num_passing_blocks=more, limits=question.limits)
+        solution = solve_kind_exactly(question, kind, profiles)
+    except DoesNotFitError:
+        return busy
+    return min(busy, solution, key=lambda each: _step_of(question, profiles, each, simulated, step_s))
+
+
 def _with_idle_ssds(
-    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[tuple[Solution, float]]
+    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
 ) -> tuple[Solution, float]:
     """Returns a plan of the same kind that waits less because it swaps less to the SSDs, or the given one.
 
@@ -226,21 +283,32 @@ def _with_idle_ssds(
         )
         if excess > 0 or solution.step_s >= step_s:
             break
-        solution_s = _step_of(question, profiles, solution, simulated)
+        solution_s = _step_of(question, profiles, solution, simulated, step_s)
         if solution_s < step_s:
             fastest, step_s = solution, solution_s
     return fastest, step_s
 
 
 def _step_of(
-    question: PlanQuestion, profiles: Profiles, solution: Solution, simulated: list[tuple[Solution, float]]
+    question: PlanQuestion,
+    profiles: Profiles,
+    solution: Solution,
+    simulated: list[_Simulated],
+    below_s: float = math.inf,
 ) -> float:
-    """Returns the simulated step time of a plan. `simulated`: those that are known, to which it is added."""
-    for known, known_s in simulated:
-        if _is_same_plan(known, solution):
-            return max(known_s, solution.step_s)
-    simulated.append((solution, promised_step_s(question, profiles, solution)))
-    return simulated[-1][1]
+    """Returns the simulated step time of a plan. `simulated`: those that are known, to which it is added.
+
+    If the step takes longer than `below_s`, some time above that may be returned.
+    """
+    most_s = (1 + _SURE) * below_s
+    known = next((each for each in simulated if _is_same_plan(each.solution, solution)), None)
+    if known is None:
+        known = _Simulated(solution=solution)
+        simulated.append(known)
+    if known.step_s > known.most_s and most_s > known.most_s:
+        known.step_s = promised_step_s(question, profiles, solution, most_s=most_s)
+        known.most_s = most_s
+    return max(known.step_s, solution.step_s)
 
 
 def _is_same_plan(one: Solution, other: Solution) -> bool:
@@ -256,10 +324,15 @@ def _is_same_plan(one: Solution, other: Solution) -> bool:
     )
 
 
-def promised_step_s(question: PlanQuestion, profiles: Profiles, solution: Solution) -> float:
-    """Returns the simulated step time, or the cost model's bound if that is larger."""
+def promised_step_s(
+    question: PlanQuestion, profiles: Profiles, solution: Solution, *, most_s: float = math.inf
+) -> float:
+    """Returns the simulated step time, or the cost model's bound if that is larger.
+
+    `most_s`: if the step takes longer, some time above this may be returned in place of the step's.
+    """
     num_cores = len(os.sched_getaffinity(0))
-    simulated_s = simulated_step_s(solution, profiles.layout, num_cores=num_cores)
+    simulated_s = simulated_step_s(solution, profiles.layout, num_cores=num_cores, most_s=most_s)
     return max(solution.step_s, simulated_s)
 
 

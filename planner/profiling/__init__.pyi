@@ -8,6 +8,8 @@ from windlass.planner.profiling.facts_choice import facts_of as facts_of
 from windlass.planner.profiling.machine_pace import MachinePace as MachinePace
 from windlass.planner.profiling.machine_pace import pace_of_an_answer as pace_of_an_answer
 from windlass.planner.profiling.machine_pace import this_machine as this_machine
+from windlass.planner.profiling.measure_model import BlockBench as BlockBench
+from windlass.planner.profiling.measure_model import Round as Round
 from windlass.planner.profiling.measure_model import measure_blocks as measure_blocks
 from windlass.planner.profiling.model_config import FolderConfig as FolderConfig
 from windlass.planner.profiling.model_config import ShapeConfig as ShapeConfig

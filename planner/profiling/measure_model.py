@@ -40,7 +40,7 @@ _SPREAD = 0.02  # standard deviation of random params, as most models initialize
 _KEEP_ALL = BlockActivations(recompute=False)
 
 _Taken = dict[BlockIndex, tuple[float, float]]  # seconds of one pass, forward and backward
-_Round = list[_Taken]  # one for each choice of activations
+Round = list[_Taken]  # one for each choice of activations
 
 
 def measure_blocks(
@@ -62,19 +62,21 @@ def measure_blocks(
     the model. `head_slices`: the way in which the head goes over tokens. `max_s`: seconds after which no further round
     begins; None: the usual ones.
     """
-    return _Bench(
+    return BlockBench(
         profile,
         config,
         precision,
         device,
         sums_grads=sums_grads,
         has_lanes=has_lanes,
-        grad_precision=grad_precision or precision,
+        grad_precision=grad_precision,
         head_slices=head_slices,
     ).measure(_MAX_S if max_s is None else max_s)
 
 
-class _Bench:
+class BlockBench:
+    """Blocks of a model on this device, ready to be measured; for the parameters see `measure_blocks`."""
+
     def __init__(
         self,
         profile: ModelProfile,
@@ -82,10 +84,10 @@ class _Bench:
         precision: Precision,
         device: torch.device,
         *,
-        sums_grads: bool,
-        has_lanes: bool,
-        grad_precision: Precision,
-        head_slices: HeadSlices,
+        sums_grads: bool = False,
+        has_lanes: bool = False,
+        grad_precision: Precision | None = None,
+        head_slices: HeadSlices = HeadSlices.LARGE,
     ) -> None:
         self._partition = Partition(build_meta_model(config, precision))
         self._kinds = kinds_of_layers(self._partition.layout)
@@ -97,14 +99,17 @@ class _Bench:
         self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]
         self._runner = BlockRunner(self._partition, device, seed=0, head_slices=head_slices)
-        self._grad_dtype = TORCH_DTYPE[grad_precision]
+        self._grad_dtype = TORCH_DTYPE[grad_precision or precision]
         self._sums_grads, self._has_lanes = sums_grads, has_lanes
         vocab = int(self._partition.model.config.get_text_config().vocab_size)
         self._ids = torch.randint(vocab, (profile.num_examples, profile.num_tokens), device=device)
 
     def measure(self, max_s: float) -> MeasuredBlocks:
-        """Returns the times of each block; equal layers share the times measured for their kind."""
-        rounds = self._rounds(max_s)
+        """Repeats rounds until they are enough. Returns the times of each block."""
+        return self.times_of(self._rounds(max_s))
+
+    def times_of(self, rounds: Sequence[Round]) -> MeasuredBlocks:
+        """Returns the mean times of each block; equal layers share the times measured for their kind."""
         embedding, head = BlockIndex(0), self._partition.head
         times: dict[int, BlockTimes] = {}
         for block in (embedding, head):
@@ -121,17 +126,17 @@ class _Bench:
         times = {block: replace(block_times, facts=facts) for block, block_times in times.items()}
         return MeasuredBlocks(times=times, standard_error=error)
 
-    def _rounds(self, max_s: float) -> list[_Round]:
+    def _rounds(self, max_s: float) -> list[Round]:
         start_s = time.perf_counter()
         first = self._pass(self._choices[0])
         if time.perf_counter() - start_s > _LONG_S:
             return [[first]]
-        rounds = [self._round()]
+        rounds = [self.round()]
         while time.perf_counter() - start_s <= max_s and not _are_enough(rounds[1:]):
-            rounds.append(self._round())
+            rounds.append(self.round())
         return rounds[1:] or rounds  # without the first, which includes one-time work: on a GPU it can take seconds
 
-    def _round(self) -> _Round:
+    def round(self) -> Round:
         """Runs a pass with each choice in turn, so that changes of the machine's pace affect all choices alike."""
         return [self._pass(choices) for choices in self._choices]
 
@@ -208,11 +213,11 @@ def _both(passes: Iterable[_Taken], blocks: Sequence[BlockIndex]) -> tuple[float
     return statistics.fmean(forward), statistics.fmean(backward)
 
 
-def _are_enough(rounds: Sequence[_Round]) -> bool:
+def _are_enough(rounds: Sequence[Round]) -> bool:
     return len(rounds) >= _USUAL_ROUNDS and _standard_error(rounds) < _STANDARD_ERROR
 
 
-def _standard_error(rounds: Sequence[_Round]) -> float:
+def _standard_error(rounds: Sequence[Round]) -> float:
     """Returns the relative standard error of the rounds' mean.
 
     It is 0 for a single round, which is long enough to average out changes of pace.

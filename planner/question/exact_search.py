@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import MemoryTier
+from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -27,6 +27,10 @@ _LIMIT_STEP = 1.002
 _WORTH_OF_COUNTED = 1e-2
 # Share of device memory by which corrections of `solve_counted` differ, at least, and the number of plans to count.
 _LEAST_STEP, _MOST_COUNTED = 0.02, 10
+# Share of its cost by which a plan may be worse than one with a larger limit, which is too large.
+_NEAR = 1e-4
+# Number of choices of activations that are left out of a program, at most.
+_MOST_LEFT_OUT = 8
 # Maximum number of times that a program is solved with another limit, because the exact count was larger.
 _MAX_CORRECTIONS = 10
 
@@ -151,6 +155,10 @@ class _Counter:
         self.question, self.profiles = question, profiles
         # By buffers and group size: the index of a limit with which a plan fitted. The next one needs about as much.
         self._fitted: dict[tuple[object, ...], int] = {}
+        # By the same: choices of activations with which the worst moment of a plan needed too much.
+        self._heavy: dict[tuple[object, ...], frozenset[BlockActivations]] = {}
+        # By the id of a job and choices: that job, so that its id stays its own, and the job without the choices.
+        self._without_choices: dict[tuple[int, frozenset[BlockActivations]], tuple[PlannedJob, PlannedJob]] = {}
 
     def with_constants(self, job: PlannedJob) -> PlannedJob:
         """Returns the job with the exact device memory of what its plans have in common.
@@ -189,6 +197,7 @@ class _Counter:
         least_excess, is_cut = math.inf, False
         tried = self._fitted.get(key, excessive)
         best: Solution | None = None
+        least_cost = 0.0  # of plans with smaller limits than that of a plan which is too large
         for _ in range(_MAX_CORRECTIONS):
             try:
                 if tried < excessive:
@@ -205,22 +214,109 @@ class _Counter:
                     used = _LIMIT_STEP**tried if tried < excessive else limit_nbytes
                     if excess > 0:
                         excessive, least_excess = min(tried, excessive), min(least_excess, excess)
+                        least_cost = max(least_cost, solution.cost)
                     elif tried >= excessive:
                         return solution
                     else:
                         best, short = solution, tried
                         self._fitted[key] = tried
                     tried = _index_below(used - excess)
-                    if best is not None and tried <= short:
+                    if best is not None and (tried <= short or best.cost <= (1 + _NEAR) * least_cost):
                         break
             if excessive - short <= 1:
                 break
             tried = max(short + 1, min(tried, excessive - 1))
-        if best is not None or is_cut:
-            return best
+        most = min(below, math.inf if best is None else best.cost)
+        lighter = self._lighter(costs, most) or self._with_lightest(costs, most)
+        if lighter is not None or best is not None or is_cut:
+            return lighter or best
         short_tier = _short_tier(costs.speeds, costs.limits)
         missing = 0 if math.isinf(least_excess) else int(least_excess)
         raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: missing})
+
+    def _lighter(self, costs: StepCosts, below: float) -> Solution | None:
+        """Returns a plan that fits without the activations that need most at the worst moment of plans that do not.
+
+        A single layer with such activations may need far more than the program counts, whatever its limit is.
+        """
+        key = (costs.job.num_microbatches, *_buffers(costs))
+        best: Solution | None = None
+        for _ in range(_MOST_LEFT_OUT):
+            left_out = self._heavy.get(key, frozenset())
+            lighter, excess = replace(costs, job=self._without(costs.job, left_out)), 0.0
+            for _ in range(2):  # the second time with as much less memory as the first plan needs more
+                try:
+                    solution = solved(_less(lighter, excess), below)
+                except DoesNotFitError:
+                    break
+                if solution is None:
+                    break
+                solution, more = counted(self.question, self.profiles, solution)
+                if more <= 0:
+                    best = _of_job(solution, costs.job)
+                    below = best.cost
+                    break
+                if not excess:
+                    choice = self._heaviest(solution)
+                excess += more
+            if not excess or choice is None or choice in left_out:
+                break
+            self._heavy[key] = left_out | {choice}
+        return best
+
+    def _with_lightest(self, costs: StepCosts, below: float) -> Solution | None:
+        """Returns a plan that fits with as many of the lightest activations to choose from as possible.
+
+        The worst moment may be in a block that keeps nothing, because the others keep or swap more than is counted. So
+        it does not say which activations to leave out.
+        """
+        nbytes: dict[BlockActivations, float] = {}
+        for layer in set(costs.job.model.layers):
+            for way in costs.job.ways(layer):
+                nbytes[way.choice] = max(nbytes.get(way.choice, 0.0), way.held_nbytes + way.swapped_nbytes)
+        choices = sorted(nbytes, key=lambda choice: (choice != RECOMPUTE_ALL, nbytes[choice]))
+        best: Solution | None = None
+        enough, excessive = 0, len(choices)
+        while excessive - enough > 1:
+            number = (enough + excessive) // 2
+            lighter = replace(costs, job=self._without(costs.job, frozenset(choices[number:])))
+            try:
+                solution = solved(lighter, below)
+            except DoesNotFitError:
+                solution = None
+            if solution is not None:
+                solution, excess = counted(self.question, self.profiles, solution)
+                if excess > 0:
+                    excessive = number
+                    continue
+                best = _of_job(solution, costs.job)
+                below = best.cost
+            enough = number
+        return best
+
+    def _heaviest(self, solution: Solution) -> BlockActivations | None:
+        """Returns the activations of the layer at the worst moment; None: it recomputes all, or it is no layer."""
+        block = self.profiles.device_need(self.question, solution.costs.job, solution).moment.block
+        if not 1 <= block <= len(solution.placement.activations):
+            return None
+        choice = solution.placement.activations[block - 1]
+        return None if choice == RECOMPUTE_ALL else choice
+
+    def _without(self, job: PlannedJob, left_out: frozenset[BlockActivations]) -> PlannedJob:
+        """Returns the job without some choices of activations. It is made once, because programs are made for it."""
+        if not left_out:
+            return job
+        key = (id(job), left_out)
+        if key not in self._without_choices:
+            ways = job.ways
+            without = replace(job, ways=lambda layer: tuple(way for way in ways(layer) if way.choice not in left_out))
+            self._without_choices[key] = job, without
+        return self._without_choices[key][1]
+
+
+def _of_job(solution: Solution, job: PlannedJob) -> Solution:
+    """Returns a solution for a job with fewer choices of activations as one for the whole job."""
+    return replace(solution, costs=replace(solution.costs, job=job), kind=replace(solution.kind, job=job))
 
 
 def _buffers(costs: StepCosts) -> tuple[object, ...]:

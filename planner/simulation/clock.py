@@ -6,12 +6,21 @@ what follows from it.
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Call = Callable[[], object]
+
+
+class _Paused(Exception):
+    """`Clock.pause` was called."""
+
+
+def _pause() -> None:
+    raise _Paused
 
 
 class Clock:
@@ -22,7 +31,6 @@ class Clock:
         self._ready: deque[_Call] = deque()  # what happens now
         self._later: list[tuple[float, int, _Call]] = []  # a heap by time and order of request
         self._num_later = 0
-        self._is_paused = False
 
     def soon(self, call: _Call) -> None:
         """Calls a function now, after all that was to happen now already."""
@@ -49,7 +57,7 @@ class Clock:
 
     def pause(self) -> None:
         """Makes `run` return after the current call."""
-        self._is_paused = True
+        self._ready.appendleft(_pause)
 
     @property
     def pending_s(self) -> list[float]:
@@ -61,19 +69,22 @@ class Clock:
 
         Also returns when `max_calls` functions were called. Returns whether something is left.
         """
-        ready, later, num_calls = self._ready, self._later, 0
-        self._is_paused = False
-        while not self._is_paused and num_calls != max_calls:
-            if not ready:
-                if not later:
-                    return False
-                # All calls for this time come before those that they cause.
-                self.now, _, call = heapq.heappop(later)
-                ready.append(call)
-                while later and later[0][0] == self.now:
-                    ready.append(heapq.heappop(later)[2])
-            ready.popleft()()
-            num_calls += 1
+        ready, later, next_call = self._ready, self._later, self._ready.popleft
+        try:
+            for _ in itertools.repeat(None) if max_calls is None else range(max_calls):
+                if not ready:
+                    if not later:
+                        return False
+                    # All calls for this time come before those that they cause.
+                    self.now, _, call = heapq.heappop(later)
+                    ready.append(call)
+                    while later and later[0][0] == self.now:
+                        ready.append(heapq.heappop(later)[2])
+                next_call()()
+        except _Paused:
+            pass
+        if ready and ready[0] is _pause:  # it was called by the last of `max_calls`
+            next_call()
         return bool(ready or later)
 
 
@@ -84,18 +95,24 @@ class Future:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: list[_Call] = []
+        # None: nothing waits. Emptied at the event, because calls that refer to it would make a cycle, which only the
+        # garbage collector frees.
+        self._waiting: list[_Call] | None = None
         self.is_done = False
 
     def set_done(self) -> None:
         """Lets all that wait go on soon."""
         self.is_done = True
-        self._clock._ready.extend(self._waiting)
+        if self._waiting is not None:
+            self._clock._ready.extend(self._waiting)
+            self._waiting = None
 
     def then(self, call: _Call) -> None:
         """Calls a function soon after the event."""
         if self.is_done:
             self._clock._ready.append(call)
+        elif self._waiting is None:
+            self._waiting = [call]
         else:
             self._waiting.append(call)
 
@@ -120,7 +137,7 @@ class _Process(Future):
             cause = self._next()
             while isinstance(cause, Future):
                 if not cause.is_done:
-                    cause._waiting.append(self.resume)
+                    cause.then(self.resume)
                     return
                 cause = self._next()
         except StopIteration:

@@ -7,6 +7,7 @@ slow down alike, because the kernel gives every thread the same share. A task on
 for that time. Matrix products are split evenly, so all cores wait for the one that started late.
 """
 
+import functools
 import heapq
 
 from windlass.planner.simulation.clock import Clock, Future
@@ -40,21 +41,22 @@ class SharedCores:
         """
         if duration_s <= 0:
             return ()
+        speed = self._speed
         self._go_on()
         done = Future(self._clock)
         self._num_begun += 1
         task = (self._progress_s + duration_s, self._num_begun, num_threads, done)
         heapq.heappush(self._tasks, task)
         self._num_threads += num_threads
-        if self._changes_speed() or self._tasks[0] is task:
+        self._adapt_speed()
+        if self._speed != speed or self._tasks[0] is task:
             self._end_soonest()
         return (done,)
 
-    def _changes_speed(self) -> bool:
-        """Adapts the speed to the number of threads. Returns whether it changes."""
-        before = self._speed
-        self._speed = self.num_cores / max(self.num_cores, self._num_threads)
-        return self._speed != before
+    def _adapt_speed(self) -> None:
+        """Adapts the speed to the number of threads."""
+        num_threads, num_cores = self._num_threads, self.num_cores
+        self._speed = 1.0 if num_threads <= num_cores else num_cores / num_threads
 
     def _go_on(self) -> None:
         """Accounts for the work of all tasks since the last change."""
@@ -65,9 +67,8 @@ class SharedCores:
     def _end_soonest(self) -> None:
         """Schedules the end of the task that ends first, in place of what was scheduled before."""
         self._num_ends += 1
-        number = self._num_ends
-        left_s = max(0.0, self._tasks[0][0] - self._progress_s)
-        self._clock.after(left_s / self._speed, lambda: self._end(number))
+        left_s = self._tasks[0][0] - self._progress_s
+        self._clock.after(left_s / self._speed if left_s > 0 else 0.0, functools.partial(self._end, self._num_ends))
 
     def _end(self, number: int) -> None:
         if number != self._num_ends:
@@ -77,7 +78,7 @@ class SharedCores:
         done.set_done()
         if self._tasks:
             self._num_threads -= num_threads
-            self._changes_speed()
+            self._adapt_speed()
             self._end_soonest()
         else:  # sums of fractions have rounding errors, which must not add up
             self._num_threads, self._progress_s, self._speed = 0.0, 0.0, 1.0

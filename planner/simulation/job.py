@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ class SimulatedJob:
             for rank, name in enumerate(world.context.gpu_workers):
                 self._workers[name] = Worker(SimulatedGpu(world, rank), params.post)
         self.commits: list[SimulatedCommit] = []  # of all SSDs, the first one first
+        self._most_s = math.inf  # of the step, if a longer one is of no use
+        self._least_s = 0.0  # that the step takes, as far as it is known
+        # Seconds from the beginning of a step to the end of each operation: in the step before, and in this one.
+        self._ends_before_s: list[float] = []
+        self._ends_s: list[float] = []
         self._issue(self._pipeline.start(0.0))
 
     def run(self, is_late: Callable[[], bool] = lambda: False) -> list[WorkSpan]:
@@ -163,17 +169,34 @@ class SimulatedJob:
         """The memory levels from the start until now; empty without `keeps_spans`."""
         return [level for world in self._worlds for level in world.levels]
 
-    def next_period_s(self, *, max_calls: int | None = None) -> float:
+    def next_period_s(self, *, max_calls: int | None = None, most_s: float = math.inf) -> float:
         """Runs the next step. Returns the time from the end of the backward pass before it to that of its own.
 
-        Raises `Stuck`, or `TooLong` if more than `max_calls` events would be simulated.
+        If the step takes longer than `most_s`, what is known of its time is returned as soon as that is known. Then the
+        job cannot go on. Raises `Stuck`, or `TooLong` if more than `max_calls` events would be simulated.
         """
         ends_s = self._world.step_ends_s
         num_ended, since_s = len(ends_s), ends_s[-1] if ends_s else 0.0
+        self._most_s, self._ends_before_s, self._ends_s = most_s, self._ends_s, []
+        if most_s < math.inf:
+            self._world.operation_ended = functools.partial(self._note_operation, since_s)
         is_left = self._world.clock.run(max_calls=max_calls)
+        if self._least_s > self._most_s:
+            return self._least_s
         if len(ends_s) == num_ended:
             raise TooLong if is_left else self.stuck()
         return ends_s[-1] - since_s
+
+    def _note_operation(self, since_s: float) -> None:
+        """Stops the job once its step takes longer than `most_s`: what is left takes as long as in the step before.
+
+        The first step takes no longer than the next one, because no updates of a step before it are in its way.
+        """
+        passed_s, before_s = self._world.clock.now - since_s, self._ends_before_s
+        self._least_s = passed_s + before_s[-1] - before_s[len(self._ends_s)] if before_s else passed_s
+        self._ends_s.append(passed_s)
+        if self._least_s > self._most_s:
+            self._world.clock.pause()
 
     @property
     def pending(self) -> Pending:

@@ -3,6 +3,7 @@
 The resources of one GPU are in `gpu.py`.
 """
 
+import functools
 from collections.abc import Callable
 
 from windlass.actors.job import CoreContext, grad_itemsize, piece_bounds
@@ -24,6 +25,10 @@ STATES = "states"
 ACTIVATIONS = "activations"
 LEAVING = "activations leaving"
 _READS = tuple(kind for kind in SpanKind if kind.startswith("read_"))  # compared faster than hashed
+
+
+def _nothing() -> None:
+    pass
 
 
 class SimulatedMachine(Log):
@@ -50,6 +55,8 @@ class SimulatedMachine(Log):
         self.network = network
         self.step_ends_s: list[float] = []  # by step: time at which its backward pass ended
         self.round_ends_s: list[float] = []  # the same of each round of groups, of all steps
+        # Called after each operation of the GPU that completes gradients.
+        self.operation_ended: Callable[[], None] = _nothing
         self.context = context
         self.shape = shape
         self.rates = rates
@@ -58,10 +65,14 @@ class SimulatedMachine(Log):
         self.send = send
         formats, plan = context.formats, context.plan
         layout = context.layout
-        # By block: its elements, its chunks, and the SSD of each chunk. Cached, because they are needed very often.
+        # By block: its elements, its chunks, and the elements and the SSD of each chunk. They are needed very often.
         self.numels = [block.numel for block in layout.blocks]
         self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
         geometry = context.geometry(0) if context.ssds else None
+        numel = layout.chunk_numel
+        self._chunk_numels = [
+            [min(numel, self.numels[block] - chunk * numel) for block, chunk in keys] for keys in self.chunk_keys
+        ]
         self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()
         self.param_itemsize = formats.itemsizes[formats.param_kind]
@@ -99,9 +110,10 @@ class SimulatedMachine(Log):
         """
         if self._memory is None:
             return spend
+        in_memory = functools.partial(self._memory.work, num_threads=bytes_per_s / self.rates.host_memory_bytes)
         if spend is None:
-            return lambda duration_s: self._in_memory(duration_s, bytes_per_s)
-        return lambda duration_s: (*spend(duration_s), *self._in_memory(duration_s, bytes_per_s))
+            return in_memory
+        return lambda duration_s: (*spend(duration_s), *in_memory(duration_s))
 
     def _in_memory(self, duration_s: float, bytes_per_s: float) -> tuple[Future, ...]:
         """Begins work of `duration_s`, or longer while more bytes pass the memory than it can read and write.
@@ -132,8 +144,7 @@ class SimulatedMachine(Log):
 
     def chunk_numel(self, key: ChunkKey) -> int:
         """Returns the number of elements of a chunk."""
-        chunk_numel = self.context.layout.chunk_numel
-        return min(chunk_numel, self.numels[key.block] - key.chunk * chunk_numel)
+        return self._chunk_numels[key.block][key.chunk]
 
     @property
     def nums_waiting(self) -> tuple[int, ...]:

@@ -50,13 +50,15 @@ class SimulatedSteps:
         return memory_of(self.steps[-1].levels)
 
 
-def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int) -> float:
+def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int, most_s: float = math.inf) -> float:
     """Returns the steady step time of a planned job on its machine; see `simulate_planned`.
+
+    `most_s`: if the step takes longer, some time above this may be returned in place of the step's.
 
     Raises:
         Stuck: the job would not end.
     """
-    return simulated_step_s_of_boxes([_one_box(solution, layout, num_cores)])
+    return simulated_step_s_of_boxes([_one_box(solution, layout, num_cores)], most_s=most_s)
 
 
 def simulate_planned(
@@ -72,9 +74,15 @@ def simulate_planned(
 
 
 def simulated_step_s_of_boxes(
-    boxes: Sequence[SimulatedBox], network: NetworkRates | None = None, *, max_calls: int | None = None
+    boxes: Sequence[SimulatedBox],
+    network: NetworkRates | None = None,
+    *,
+    max_calls: int | None = None,
+    most_s: float = math.inf,
 ) -> float:
     """Returns the steady step time of a job on one box, or on several that a network connects.
+
+    `most_s`: see `simulated_step_s`.
 
     Raises:
         Stuck: the job would not end.
@@ -89,6 +97,7 @@ def simulated_step_s_of_boxes(
         others=others,
         network=network,
         max_calls=max_calls,
+        most_s=most_s,
     )
 
 

@@ -160,7 +160,8 @@ class Resource:
         elif duration_s:
             yield duration_s
         self._end_turn()
-        self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
+        if self._log.keeps_spans:
+            self._log.note(self._name, kind, step, block, chunk, start_s, nbytes)
 
     def carry_out(self, process: Process, kind: SpanKind, step: int, block: int) -> Process:
         """Occupies the resource while `process` runs, which takes its own time and may wait for others."""
@@ -309,6 +310,7 @@ class Ssd:
             self._begin(self._waiting.pop())
 
     def _over(self, transfer: _Transfer) -> None:
-        assert transfer.start_s is not None, "it is over"
-        self._log.note(self._name, *transfer.place, transfer.start_s, transfer.nbytes)
+        if self._log.keeps_spans:
+            assert transfer.start_s is not None, "it is over"
+            self._log.note(self._name, *transfer.place, transfer.start_s, transfer.nbytes)
         transfer.over.set_done()

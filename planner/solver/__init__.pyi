@@ -6,7 +6,6 @@ from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
 from windlass.planner.solver.family import group_sizes as group_sizes
 from windlass.planner.solver.family import sizes_at_the_border as sizes_at_the_border
-from windlass.planner.solver.integer_program import Assignment as Assignment
 from windlass.planner.solver.memory_frontier import Bytes as Bytes
 from windlass.planner.solver.memory_frontier import MemoryFrontier as MemoryFrontier
 from windlass.planner.solver.memory_frontier import frontiers_of as frontiers_of
@@ -19,6 +18,8 @@ from windlass.planner.solver.placement_search import least_copied_s as least_cop
 from windlass.planner.solver.placement_search import least_cost_of as least_cost_of
 from windlass.planner.solver.placement_search import search as search
 from windlass.planner.solver.placement_search import solve_job as solve_job
+from windlass.planner.solver.program import Assignment as Assignment
+from windlass.planner.solver.program import forget_programs as forget_programs
 from windlass.planner.solver.solution import DoesNotFitError as DoesNotFitError
 from windlass.planner.solver.solution import Solution as Solution
 from windlass.planner.solver.solution import placement_of as placement_of

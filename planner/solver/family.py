@@ -28,8 +28,10 @@ def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCo
     """Yields a base for each order of updates, group size and way to save memory. Those that save least come first."""
     for one in job.by_order:
         sizes = reversed(all_group_sizes(one))
-        savers = itertools.product(_spills(one), _savers_of_device_memory(one))
+        savers = itertools.product(_spills(one), _savers_of_device_memory())
         for (spills, (streams, streams_grads, num_grad_buffers)), size in itertools.product(savers, list(sizes)):
+            if streams_grads and not may_stream_grads(one, size):
+                continue
             yield StepCosts(
                 job=one,
                 speeds=speeds,
@@ -99,7 +101,7 @@ def _spills(job: PlannedJob) -> tuple[bool, ...]:
     return (False, True) if job.spills is None else (job.spills,)
 
 
-def _savers_of_device_memory(job: PlannedJob) -> Iterator[tuple[bool, bool, int]]:
+def _savers_of_device_memory() -> Iterator[tuple[bool, bool, int]]:
     """Yields whether layers, and their gradients, come in pieces, and the number of buffers for gradients.
 
     Beside gradients in pieces, a second buffer for whole ones saves no time: between the head and the embedding, all
@@ -107,13 +109,12 @@ def _savers_of_device_memory(job: PlannedJob) -> Iterator[tuple[bool, bool, int]
     """
     yield from ((False, False, number) for number in (MAX_GRAD_BUFFERS, 1))
     yield from ((True, False, number) for number in (MAX_GRAD_BUFFERS, 1))
-    if may_stream_grads(job):
-        yield True, True, 1
+    yield True, True, 1
 
 
-def may_stream_grads(job: PlannedJob) -> bool:
-    """Checks whether gradients of streamed layers may leave the device in pieces."""
-    return job.lanes.num_lanes == 1 and job.num_ranks == 1
+def may_stream_grads(job: PlannedJob, group_size: int) -> bool:
+    """Checks whether there are streamed layers whose gradients may leave in pieces: groups must be whole lanes."""
+    return bool(job.model.unshared_layers) and not job.lanes.num_open_lanes(group_size)
 
 
 def _numbers_passing(job: PlannedJob) -> Iterator[int]:

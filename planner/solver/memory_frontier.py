@@ -17,7 +17,7 @@ import numpy.typing as npt
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, sizes_at_the_border, smallest_of
-from windlass.planner.solver.integer_program import Assignment, BlockGroup, Program, least_assignment, outcome_of
+from windlass.planner.solver.program import Assignment, BlockGroup, Program, least_assignment, outcome_of
 from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
 
 _Floats = npt.NDArray[np.float64]

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
-from windlass.planner.solver.integer_program import Bound, Program
-from windlass.planner.solver.relaxation import Prices, least_cost, priced_cost, relaxed
+from windlass.planner.solver.program import Bound, Prices, Program, least_cost, priced_cost, relaxed
 from windlass.planner.solver.solution import (
     MOST_COST_OF_STEP,
     DoesNotFitError,
@@ -33,6 +32,10 @@ from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, Ste
 _EQUAL = 1e-4
 # A plan is solved for only if its bound is smaller than the best cost by a larger share.
 _WORTH = 3e-4
+# Distance to the optimum that is near enough for a kind of plan, as a share of this.
+_GAP_OF_WORTH = 0.5
+# Number of prices of other bases by which a base may be excluded.
+_MOST_PRICES = 4
 
 # Solves for a kind of plan. Returns None if its cost is not below the given one. Raises DoesNotFitError if none fits.
 Solve = Callable[[StepCosts, float], Solution | None]
@@ -97,9 +100,10 @@ class Found:
 
     best: Solution
     others: list[Solution]  # best first; not counted exactly
-    # Returns the same for one order of updates, and goes on with what is known from this search. None: no plan in this
-    # order fits, or each takes longer than the given seconds.
-    in_order: "Callable[[UpdateOrder, float], Found | None]" = lambda order, below_s: None
+    # Returns the same for one order of updates, and for plans whose kept gradients go to the SSDs or do not (None: all
+    # plans). It goes on with what is known from this search. None: no such plan fits, or each takes longer than the
+    # given seconds.
+    of_kind: "Callable[[UpdateOrder, bool | None, float], Found | None]" = lambda order, spills, below_s: None
 
 
 def search(
@@ -107,7 +111,7 @@ def search(
     speeds: Speeds,
     limits: Limits,
     *,
-    solve_kind: Solve = solved,
+    solve_kind: Solve | None = None,
     num_others: int = 0,
     near: float = 0.0,
     below: float = math.inf,
@@ -115,14 +119,15 @@ def search(
 ) -> Found:
     """Returns the best plan of several variants of a job, such as numbers of micro-batches.
 
-    `solve_kind` solves for one kind of plan. `num_others`: also solve for so many plans of other kinds. Their bounds
-    are at most a share `near` larger than the best cost. `worth`: the share by which the best plan may cost less than
-    the one that is found.
+    `solve_kind` solves for one kind of plan; None: without exact counts. `num_others`: also solve for so many plans of
+    other kinds. Their bounds are at most a share `near` larger than the best cost. `worth`: the share by which the best
+    plan may cost less than the one that is found.
 
     Raises:
         DoesNotFitError: no plan fits, or none costs less than `below`.
     """
-    started = _Search(speeds, limits, solve_kind, below, worth)
+    solve = solve_kind or functools.partial(solved, gap=_GAP_OF_WORTH * worth)
+    started = _Search(speeds, limits, solve, below, worth, is_exact=solve_kind is not None)
     started.run(tuple(jobs))
     return started.found(num_others, near)
 
@@ -142,9 +147,12 @@ class _Entry:
 class _Search:
     """The state of a search: what is left to try, and the best plan so far."""
 
-    def __init__(self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float, worth: float) -> None:
+    def __init__(
+        self, speeds: Speeds, limits: Limits, solve_kind: Solve, below: float, worth: float, *, is_exact: bool
+    ) -> None:
+        """`is_exact`: device memory is counted exactly."""
         self._speeds, self._limits, self._solve_kind, self._below = speeds, limits, solve_kind, below
-        self._worth = worth
+        self._worth, self._is_exact = worth, is_exact
         self._entries: list[_Entry] = []
         self._numbers = itertools.count()
         self._best: Solution | None = None
@@ -152,6 +160,7 @@ class _Search:
         # Kinds of which no plan cost less than the best one did, and those that were solved without an exact count.
         self._excluded: list[_Entry] = []
         self._errors: list[DoesNotFitError] = []
+        self._prices: dict[int, list[Prices]] = {}  # of bases, by their number of bounds; the newest first
 
     def run(self, jobs: tuple[PlannedJob, ...]) -> None:
         """Finds the best plan. Raises DoesNotFitError."""
@@ -160,7 +169,8 @@ class _Search:
                 fastest = next(kinds_of(base))
                 without_limits = fastest.program_without_buffers(fastest.kinds())
                 self._push(base, _least_penalty(base) * least_cost(without_limits), is_kind=False)
-        self._solve_one_of_each_saver()
+        if self._is_exact:
+            self._solve_one_of_each_saver()
         self._solve_best()
         if self._best is None:
             raise self._does_not_fit(jobs)
@@ -171,25 +181,27 @@ class _Search:
         assert best is not None, "a search without a plan raises an error"
         others = self._others_near(best, near, num_others)
 
-        def in_order(order: UpdateOrder, below_s: float) -> Found | None:
-            narrowed = self._in_order(order, MOST_COST_OF_STEP * below_s)
+        def of_kind(order: UpdateOrder, spills: bool | None, below_s: float) -> Found | None:
+            narrowed = self._narrowed(order, spills, MOST_COST_OF_STEP * below_s)
             return None if narrowed._best is None else narrowed.found(num_others, near)
 
-        return Found(best=best, others=others, in_order=in_order)
+        return Found(best=best, others=others, of_kind=of_kind)
 
-    def _in_order(self, order: UpdateOrder, below: float) -> "_Search":
-        """Returns this search for one order of updates only, continued to its end."""
-        narrowed = _Search(self._speeds, self._limits, self._solve_kind, below, self._worth)
-        narrowed._numbers = self._numbers
-        narrowed._entries = [
-            entry for entry in (*self._entries, *self._excluded) if entry.costs.job.update_order is order
-        ]
+    def _narrowed(self, order: UpdateOrder, spills: bool | None, below: float) -> "_Search":
+        """Returns this search for one kind of plans only, continued to its end; see `Found.of_kind`."""
+
+        def is_wanted(costs: StepCosts) -> bool:
+            return costs.job.update_order is order and spills in (None, costs.spills)
+
+        narrowed = _Search(self._speeds, self._limits, self._solve_kind, below, self._worth, is_exact=self._is_exact)
+        narrowed._numbers, narrowed._prices = self._numbers, self._prices
+        narrowed._entries = [entry for entry in (*self._entries, *self._excluded) if is_wanted(entry.costs)]
         heapq.heapify(narrowed._entries)
         known = [solution for solution in (self._best, *self._others) if solution is not None]
         for solution in known:
-            if solution.costs.job.update_order is order:
+            if is_wanted(solution.costs):
                 narrowed._add(solution)
-        if narrowed._best is None:
+        if self._is_exact and narrowed._best is None:
             narrowed._solve_one_of_each_saver()
         narrowed._solve_best()
         return narrowed
@@ -197,8 +209,8 @@ class _Search:
     def _solve_one_of_each_saver(self) -> None:
         """Solves for the kind with the smallest bound of each way to save device memory.
 
-        Where that memory is short, plans that save none of it have small bounds, and need more than they are counted
-        with. A good plan of another way excludes most of them before they are solved.
+        Where that memory is short and counted exactly, plans that save none of it have small bounds, and need more than
+        they are counted with. A good plan of another way excludes most of them before they are solved.
         """
         by_saver: dict[tuple[object, ...], list[_Entry]] = {}
         for entry in sorted(self._entries):
@@ -256,16 +268,29 @@ class _Search:
     def _divide(self, entry: _Entry) -> None:
         """Replaces a base by its kinds of plans. Before that, finds its prices, and with them a better bound."""
         if entry.prices is None:
-            found = relaxed(_smallest_program(entry.costs))
-            if found is not None:
-                bound = max(entry.bound, _least_penalty(entry.costs) * found[0])
-                self._push(entry.costs, bound, is_kind=False, prices=found[1])
+            self._price(entry)
             return
         for costs in kinds_of(entry.costs):
             program = costs.program(costs.kinds())
             if not _never_fits(program):
                 bound = max(entry.bound, penalty(costs) * priced_cost(program, entry.prices))
                 self._push(costs, bound, is_kind=True)
+
+    def _price(self, entry: _Entry) -> None:
+        """Puts a base back with a better bound: by another base's prices if that excludes it, else by its own ones."""
+        costs, worth = entry.costs, _least_penalty(entry.costs)
+        program = _smallest_program(costs)
+        for prices in self._prices.get(len(program.bounds), ()):
+            bound = worth * priced_cost(program, prices)
+            if bound >= self._limit > entry.bound:
+                self._push(costs, bound, is_kind=False)
+                return
+        found = relaxed(program)
+        if found is not None:
+            known = self._prices.setdefault(len(program.bounds), [])
+            known.insert(0, found[1])
+            del known[_MOST_PRICES:]
+            self._push(costs, max(entry.bound, worth * found[0]), is_kind=False, prices=found[1])
 
     @property
     def _limit(self) -> float:

@@ -23,13 +23,13 @@ from windlass.engine.memory_plan import (
 from windlass.planner.cost import ActivationOption
 from windlass.planner.solver.bisection import largest
 from windlass.planner.solver.depth_choice import depths_to_try
-from windlass.planner.solver.integer_program import (
+from windlass.planner.solver.program import (
     Assignment,
     Outcome,
     Program,
     outcome_of,
     shortfall,
-    solve,
+    solve_in_parts,
 )
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import Kind, StateTier, StepCosts, values_by_tier
@@ -117,9 +117,10 @@ def penalty(costs: StepCosts) -> float:
     return 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
 
 
-def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
+def solved(costs: StepCosts, below: float = math.inf, *, gap: float = _GAP) -> Solution | None:
     """Returns the best plan with these costs. None: `below` is finite, and no plan was found that costs less.
 
+    `gap`: relative distance to the program's optimum that is near enough, at least the usual one.
     Memory that it leaves free goes to deeper queues, to gradients that wait, and to cached params, in this order.
 
     Raises:
@@ -130,7 +131,7 @@ def solved(costs: StepCosts, below: float = math.inf) -> Solution | None:
     for _ in range(_MAX_CORRECTIONS):
         kinds = costs.kinds()
         program = costs.program(kinds)
-        assignment = solve(program, gap=_GAP, below=below / worth)
+        assignment = solve_in_parts(program, gap=max(_GAP, gap), below=below / worth)
         if assignment is None:
             if below < math.inf:
                 return None

@@ -30,11 +30,12 @@ from windlass.engine.memory_plan import (
     QueueDepths,
     UpdateOrder,
     grad_buffers,
-    grad_piece_numels,
+    grad_overlay_of_job,
     lane_buffers,
     make_plan,
     most_passing_blocks,
     overlay_nbytes,
+    param_buffer_numels,
     param_buffers,
 )
 from windlass.engine.training_config import TrainingConfig
@@ -49,7 +50,7 @@ from windlass.planner.cost import (
     holding_ways,
     ways_of_layer,
 )
-from windlass.planner.solver.integer_program import BlockGroup, Bound, Buffer, Option, Overflow, Program
+from windlass.planner.solver.program import BlockGroup, Bound, Buffer, Option, Overflow, Program
 from windlass.planner.solver.step_bounds import Part, WaitingUpdates, bounding_parts, once
 
 _Any = TypeVar("_Any")
@@ -199,6 +200,16 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _MovedSums:
+    """The bytes that a step moves for a block's gradient and its unfinished sums."""
+
+    in_nbytes: float  # to one device
+    out_nbytes: float  # from one device
+    between_nbytes: float  # of these, in either direction: totals between two lanes of a group
+    in_host_nbytes: float  # read and written in host memory, of all GPU workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """The costs of a job on a machine, for one group size.
 
@@ -324,13 +335,15 @@ class StepCosts:
         return self._program(kinds, (0.0,) * len(MemoryTier))
 
     def _program(self, kinds: list[Kind], nbytes: tuple[float, ...]) -> Program:
-        of_bounds = "bounds", self.num_grad_buffers, self.depths.states, self.num_passing_blocks
+        # They do not depend on what streams or spills, except for a single buffer of whole gradients.
+        buffers = self._waits_for_copies, self.depths.states, self.num_passing_blocks
+        of_bounds = "bounds", self.speeds, self.group_size, buffers
         return Program(
             blocks=self._once_known("blocks", lambda: tuple(self._block_group(kind) for kind in kinds)),
             seconds=self._once_known("seconds", lambda: self._seconds(dict(self._always()))),
             nbytes=nbytes,
             limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
-            bounds=self._once_known(of_bounds, lambda: tuple(self._bounds())),
+            bounds=_known(self.job.known, of_bounds, lambda: tuple(self._bounds())),
             uncounted_parts=(Part.HOST_MEMORY,),
             overflow=self._once_known("overflow", self._overflow) if self.overflows else None,
             buffers=(
@@ -385,15 +398,8 @@ class StepCosts:
         uses_forward, uses_backward = self._uses(block)
         seconds[Part.H2D_FORWARD] = uses_forward * param_nbytes / speeds.h2d_bytes
         seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
-        # Gradients of tied params are summed in fp32, whatever type they travel in.
-        is_tied = block in job.model.shared_blocks
-        partial_itemsize = PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize
-        sum_nbytes = numel * partial_itemsize
-        num_sums, num_partial, num_beside = self._num_sums, self.num_partial_sums, self.num_sums_beside_gradient
-        if self.streams_grads and block in self.streamed_blocks:
-            num_sums = num_partial = num_beside = self.num_successive - 1
-        in_nbytes = num_partial * sum_nbytes
-        out_nbytes = max(in_nbytes, num_beside * sum_nbytes + grad_nbytes)
+        sums = self._sums_of(block)
+        in_nbytes, out_nbytes = sums.in_nbytes, sums.out_nbytes
         seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
         seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
@@ -407,7 +413,7 @@ class StepCosts:
         if self.spills:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
-        moved_nbytes = self._in_host_memory(block, tier, 2 * num_sums * sum_nbytes + grad_nbytes)
+        moved_nbytes = self._in_host_memory(block, tier, sums.in_host_nbytes)
         seconds[Part.HOST_MEMORY] = moved_nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
@@ -424,6 +430,33 @@ class StepCosts:
         if self.num_groups > job.num_ranks:
             host += self.num_flats * num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
+
+    def _sums_of(self, block: int) -> "_MovedSums":
+        """Returns the bytes that a step moves for a block's gradient and its unfinished sums."""
+        job, numel = self.job, self.job.model.blocks[block].numel
+        num_all, num_partial, num_beside = self._num_sums, self.num_partial_sums, self.num_sums_beside_gradient
+        num_between = 0
+        if self._is_in_pieces and block in self.streamed_blocks:
+            # A sum comes for each micro-batch but the step's first one: that of its lane, or at a lane's end the total.
+            num_all = job.num_microbatches - 1
+            num_partial = self.num_successive - (1 if job.num_ranks == 1 else 0)
+            num_beside = self.num_successive - 1
+        elif block in self._overlaid_blocks:
+            # There is room for one sum, so the total goes out and in between two lanes of a group.
+            num_lanes_more = max(0, job.lanes.num_lanes - self.num_groups)
+            num_between = -(-num_lanes_more // job.num_ranks)
+            num_all += num_lanes_more
+            num_partial, num_beside = num_partial + num_between, num_beside + num_between
+        # Gradients of tied params are summed in fp32, whatever type they travel in.
+        is_tied = block in job.model.shared_blocks
+        sum_nbytes = numel * (PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize)
+        grad_nbytes = numel * job.grad_itemsize
+        return _MovedSums(
+            in_nbytes=num_partial * sum_nbytes,
+            out_nbytes=max(num_partial * sum_nbytes, num_beside * sum_nbytes + grad_nbytes),
+            between_nbytes=num_between * sum_nbytes,
+            in_host_nbytes=2 * num_all * sum_nbytes + grad_nbytes,
+        )
 
     def _in_host_memory(self, block: int, tier: StateTier, grads_nbytes: float) -> float:
         """Returns the bytes that a step reads and writes in host memory for a block whose states are not on a device.
@@ -472,9 +505,12 @@ class StepCosts:
         where all operations of a step find its params. Of other blocks, those in the buffers at the turns of a pass are
         fetched once less (`BlockBuffers`). That depends on the order in which blocks are placed, so it is not counted.
         """
+        is_head = block == len(self.job.model.layers) + 1
+        if self._ends_share_params and (block == 0 or is_head):
+            # The embedding stays there from a group's backward pass to the next one's forward pass.
+            return (self.num_rounds, 0) if is_head else (1, self.num_rounds)
         if block not in self.streamed_blocks and block in self.job.blocks_of_own_size:
             return 1, 0
-        is_head = block == len(self.job.model.layers) + 1
         return self.num_rounds, 0 if is_head else self.num_rounds
 
     def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
@@ -545,9 +581,14 @@ class StepCosts:
         model, num = self.job.model, self.num_successive
         embedding, head = self.compute_s(model.embedding), self.compute_s(model.head)
         yield Part.FORWARD, num * (embedding[0] + sum(head))
-        # The layers' backward pass waits until the head's gradient has left the memory that both use.
-        leaving = sum(model.blocks[block].numel for block in self._overlaid_blocks if block > 0)
-        yield Part.BACKWARD, num * embedding[1] + leaving * self.job.grad_itemsize / self.speeds.d2h_bytes
+        # The layers' backward pass waits until the head's gradient has left the memory that both use. Sums of embedding
+        # and head come to it during their operations.
+        waiting_s = 0.0
+        for block in self._overlaid_blocks:
+            sums = self._sums_of(block)
+            leaving_nbytes = sums.out_nbytes if block > 0 else sums.between_nbytes
+            waiting_s += sums.in_nbytes / self.speeds.h2d_bytes + leaving_nbytes / self.speeds.d2h_bytes
+        yield Part.BACKWARD, num * embedding[1] + waiting_s
 
     def _always_nbytes(self) -> tuple[float, ...]:
         depths = self.depths.params, self.depths.states, self.depths.staged_activations
@@ -575,6 +616,7 @@ class StepCosts:
                 num_host_grad_blocks=0 if self.spills else None,
                 num_passing_blocks=self.num_passing_blocks,
                 streamed_blocks=self.streamed_blocks,
+                streams_grads=self.streams_grads,
                 depths=self.depths,
                 # The staging buffers do not depend on the amount.
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
@@ -593,6 +635,11 @@ class StepCosts:
         """The layers that are copied in pieces."""
         return self.job.model.unshared_layers if self.streams else ()
 
+    @property
+    def _is_in_pieces(self) -> bool:
+        """True if gradients leave in pieces, and there are layers whose gradients can."""
+        return self.streams_grads and bool(self.streamed_blocks)
+
     def _always_on_device(self) -> float:
         """Returns the bytes of the device's buffers and of the largest operation."""
         return self._once_known(("device", self.num_grad_buffers), self._count_always_on_device)
@@ -601,33 +648,47 @@ class StepCosts:
         job, model = self.job, self.job.model
         numels = [block.numel for block in model.blocks]
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
-        params = param_buffers(numels, model.shared, resident=resident, num_ahead=job.num_prefetched)
+        of_params = param_buffer_numels(numels, ends_share=self._ends_share_params)
+        params = param_buffers(of_params, model.shared, resident=resident, num_ahead=job.num_prefetched)
         num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
-        elsewhere = {*resident, *self._overlaid_blocks} if self.streams_grads else ()
+        elsewhere = {*resident, *self._overlaid_blocks} if self._is_in_pieces else ()
         whole = {block: numel for block, numel in enumerate(numels) if block not in elsewhere}
         grads = grad_buffers(whole, resident=(), num_waiting=num_waiting)
-        grads += lane_buffers(numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size)
+        grads += lane_buffers(
+            numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size, elsewhere=elsewhere
+        )
         piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
         param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
         grad_numel = sum(numel * count for numel, count in grads.items())
         peak = max(block.peak_nbytes for block in model.blocks)
-        overlay = self._overlay_nbytes(piece) if self.streams_grads else 0
+        overlay = self._overlay_nbytes(piece) if self._is_in_pieces else 0
         return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay + peak
 
     @property
     def _overlaid_blocks(self) -> tuple[int, ...]:
         """The blocks whose gradients lie in the memory of gradients in pieces: see `Plan.grad_overlaid_blocks`."""
-        return (0, len(self.job.model.layers) + 1) if self.streams_grads and self.num_groups == 1 else ()
+        if not self._is_in_pieces:
+            return ()
+        return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
+
+    @property
+    def _ends_share_params(self) -> bool:
+        """See `Plan.ends_share_params`."""
+        return len(self._overlaid_blocks) == 2 and not self.job.model.shared_blocks
 
     def _overlay_nbytes(self, piece: int) -> int:
         """Returns the bytes of that memory. `piece`: elements of the largest one."""
-        job = self.job
-        pieces, _ = grad_piece_numels([(0, piece)], [piece], is_summed=job.num_microbatches > 1)
-        users = [[numel * job.grad_itemsize for numel in pieces]]
-        for block in self._overlaid_blocks:
-            is_wide = block in job.model.shared_blocks  # summed in fp32, whatever type it travels in
-            users.append([job.model.blocks[block].numel * (PARTIAL_GRAD_ITEMSIZE if is_wide else job.grad_itemsize)])
-        return overlay_nbytes(users)
+        job, layer = self.job, self.streamed_blocks[0]
+        users = grad_overlay_of_job(
+            [piece if block == layer else profile.numel for block, profile in enumerate(job.model.blocks)],
+            {layer: (0, piece)},
+            self._overlaid_blocks,
+            itemsize=job.grad_itemsize,
+            summed_in_fp32=job.model.shared_blocks,
+            is_summed=job.num_microbatches > 1,
+            has_lanes=job.lanes.num_lanes > 1,
+        )
+        return overlay_nbytes([numel * itemsize for numel, itemsize in buffers] for buffers in users.values())
 
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:
         """Returns seconds of one micro-batch: forward, and backward without recomputation."""
@@ -690,9 +751,7 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
-        if (
-            self.num_grad_buffers == 1 and not self.streams_grads
-        ):  # the backward pass waits while a gradient is copied out
+        if self._waits_for_copies:
             alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
             yield self._bound(once(*alone))
         for parts, constant_s in bounding_parts(
@@ -712,6 +771,11 @@ class StepCosts:
         if Part.BACKWARD in parts:
             parts = {**parts, Part.BACKWARD: parts[Part.BACKWARD] * (1.0 + self.lag)}
         return Bound(weights=self._seconds(parts), constant_s=constant_s)
+
+    @property
+    def _waits_for_copies(self) -> bool:
+        """True if the backward pass waits while a gradient is copied out."""
+        return self.num_grad_buffers == 1 and not self._is_in_pieces
 
     @property
     def _waiting(self) -> WaitingUpdates | None:

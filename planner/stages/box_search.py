@@ -15,7 +15,7 @@ from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds
 from windlass.planner.stages.lacking import lacks_with_all
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
 from windlass.planner.stages.predicted import fastest_by_simulation
-from windlass.planner.stages.splits import PlannedStages, Splitter
+from windlass.planner.stages.splits import PlannedStages, Splitter, ranks_of
 from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 
 # A division of layers is improved if its step is at most so many times that of the best plan so far.
@@ -346,6 +346,7 @@ def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
         num_rounds=rounds.number,
         crossing_nbytes=hidden_nbytes / rounds.number,
         network_bytes=tuple(boxes.kind.network_bytes or math.inf for boxes in sequence),
+        ranks=ranks_of(sequence, rounds),
         shared_params_nbytes=shared_numel * job.param_itemsize,
         shared_sum_nbytes=shared_numel * PARTIAL_GRAD_ITEMSIZE,
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from windlass.actors.worker_policy import num_groups_ahead
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
@@ -39,15 +41,16 @@ class Pipeline:
     """The boxes of a job in the order of their stages, with the rounds that pass through them.
 
     `crossing_nbytes`: hidden states of a round; as many bytes return as gradients. `network_bytes`: the rate of each
-    box's network card, in bytes per second each way. `shared_params_nbytes`: params of the embedding that the head
-    uses, which the first box sends to the last one once a step. `shared_sum_nbytes`: their gradient, which it sends
-    back.
+    box's network card, in bytes per second each way. `ranks`: GPUs of each box; empty: as many in all.
+    `shared_params_nbytes`: params of the embedding that the head uses, which the first box sends to the last one once a
+    step. `shared_sum_nbytes`: their gradient, which it sends back.
     """
 
     stages: tuple[StageTimes, ...]
     num_rounds: int
     crossing_nbytes: float
     network_bytes: tuple[float, ...]
+    ranks: tuple[int, ...] = ()
     shared_params_nbytes: float = 0.0
     shared_sum_nbytes: float = 0.0
 
@@ -120,18 +123,23 @@ class Pipeline:
     def _return_period_s(self, rounds_s: Sequence[float]) -> float:
         """Returns the time between rounds that follows from the number of rounds in flight.
 
-        Stage b of N begins N - b rounds before the first one has come back from the later stages. Meanwhile a network
-        card between two other boxes also moves other rounds: for a share x / period of the time of a crossing, which
-        takes x alone. Then both have half of its rate.
+        A stage begins some rounds before the first one has come back from the later stages. Meanwhile a network card
+        between two other boxes also moves other rounds: for a share x / period of the time of a crossing, which takes x
+        alone. Then both have half of its rate. A box with fewer GPUs than others passes its part of a round on at once.
         """
         period_s, return_s, shared_s2 = 0.0, 0.0, 0.0
-        for num_in_flight, round_s in enumerate(reversed(rounds_s), start=1):
-            return_s += round_s
-            if num_in_flight > 1:
-                crossing_s = self.crossings_s[1 - num_in_flight]
-                return_s += 2 * crossing_s
+        ranks = self.ranks or (1,) * len(rounds_s)
+        parts = [num_ranks / max(ranks) for num_ranks in ranks]  # of a round, that a box computes at once
+        for stage in reversed(range(len(rounds_s))):
+            return_s += parts[stage] * rounds_s[stage]
+            if stage < len(rounds_s) - 1:
+                crossing_s = self.crossings_s[stage]
+                there_and_back = parts[stage] + parts[stage + 1]
+                return_s += there_and_back * crossing_s
                 if len(rounds_s) > 2:
-                    shared_s2 += 2 * crossing_s * crossing_s
+                    shared_s2 += there_and_back * crossing_s * crossing_s
+            # Own rounds of the box, N - b of N boxes with as many GPUs; in rounds of the boxes with most GPUs.
+            num_in_flight = parts[stage] * num_groups_ahead(stage, ranks, self.num_rounds * max(ranks))
             if self.num_rounds > num_in_flight:
                 # The period p is (return_s + shared_s2 / p) / num_in_flight.
                 alone_s = return_s / num_in_flight

@@ -1,5 +1,7 @@
 """The dispatcher: the process that takes jobs from queued to done, with queue, launch, outcomes and leases."""
 
+from windlass.service.dispatcher.boxes import Boxes as Boxes
+from windlass.service.dispatcher.boxes import had_attempt as had_attempt
 from windlass.service.dispatcher.job_watch import AttemptWatch as AttemptWatch
 from windlass.service.dispatcher.outcomes import cancel_job as cancel_job
 from windlass.service.dispatcher.outcomes import fail_job as fail_job

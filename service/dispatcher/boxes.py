@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import windlass
-from windlass.planner.stages import StagePlan
+from windlass.planner.stages import StagePlan, StagesPlan
 from windlass.service.dispatcher.placement import (
     BUFFERS,
     DEVICES,
@@ -18,7 +18,10 @@ from windlass.service.dispatcher.placement import (
     JoinedBox,
     Option,
     Restoration,
+    Wait,
     demand_by,
+    in_short,
+    told_boxes,
 )
 from windlass.service.installation import Settings, node_of
 from windlass.service.jobs import BoxKind, PlanNumbers, is_over_boxes, plan_numbers, settings_of, stages_of
@@ -28,10 +31,12 @@ from windlass.storage.sql import Box, Database, Job, JobPart, JobStatus
 from windlass.storage.sql.repositories import BoxState as BoxRowState
 from windlass.storage.sql.repositories import PartState, is_reserved
 
-# Boxes that a reason for waiting names; the others are counted.
-_MAX_NAMED = 4
-# Jobs over several boxes for which boxes may be reserved.
-_HOLDING = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSING)
+# Jobs over several boxes that have boxes.
+_WORKING = (JobStatus.RUNNING, JobStatus.PAUSING)
+# Seconds after which it is tried again to plan a job over boxes that it did not fit. There may be more room by then.
+_RULED_OUT_S = 300.0
+# Seconds in which a job keeps its boxes while a new division is sent to them. After that, one cannot store it.
+_LONGEST_SENT_S = 60.0
 _UNREADABLE = "has told facts of itself that this release of windlass cannot read: install the same release there"
 
 
@@ -40,16 +45,23 @@ class Boxes:
 
     def __init__(self, database: Database, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
+        self._clock = clock
         self._fleet = Fleet(database, node_of(settings.home), clock)
         self._restoration = Restoration(settings.home, lease_s=60 * settings.box_lease_minutes, clock=clock)
         self._silent: Sequence[str] = ()
         self._numbers: dict[str, Mapping[str, PlanNumbers]] = {}
         self._asked: dict[str, tuple[Mapping[str, Any], WindlassSettings]] = {}  # with the column of the row
         self.by_name: Mapping[str, JoinedBox] = {}
-        self._stages: dict[str, Mapping[str, StagePlan]] = {}  # plans over several boxes, by job and box
+        # Plans over several boxes, by job: the parts for which each was read, and its stages by box.
+        self._stages: dict[str, tuple[object, Mapping[str, StagePlan]]] = {}
         # The other boxes of jobs that ask for a number of them: those last chosen, and those that a plan has chosen.
         self._chosen: dict[str, Sequence[str]] = {}
         self._planned: dict[str, Sequence[str]] = {}
+        # The open boxes over which a job could not be planned anew, so that it waits for those that it has. With them,
+        # why, and when that was found.
+        self._ruled_out: dict[str, tuple[frozenset[str], str, float]] = {}
+        # When a new division was first missing on a box, by job, home and attempt.
+        self._sent_since: dict[tuple[str, str, int], float] = {}
         # Plans that are still to be made, in the order of the queue.
         self.wanted: list[tuple[Job, BoxKind]] = []
 
@@ -103,6 +115,8 @@ class Boxes:
         self._chosen = {job_id: names for job_id, names in self._chosen.items() if job_id in job_ids}
         self._planned = {job_id: names for job_id, names in self._planned.items() if job_id in job_ids}
         self._stages = {job_id: plan for job_id, plan in self._stages.items() if job_id in job_ids}
+        self._ruled_out = {job_id: those for job_id, those in self._ruled_out.items() if job_id in job_ids}
+        self._sent_since = {key: since for key, since in self._sent_since.items() if key[0] in job_ids}
         for job_id in self._numbers.keys() - held - set(job_ids):
             del self._numbers[job_id]
         for job_id in self._asked.keys() - held - set(job_ids):
@@ -180,6 +194,47 @@ class Boxes:
         """Returns the parts of a job that other boxes have or get, by position."""
         return self._fleet.parts.get(job_id, ())
 
+    @property
+    def divided(self) -> Collection[Job]:
+        """The jobs of which other boxes have or get parts, as they were when the boxes were read."""
+        return self._fleet.divided.values()
+
+    def parts_in_force(self, job: Job) -> Sequence[JobPart]:
+        """Returns the parts with which a job goes on. None if it never began and is to be planned anew.
+
+        It is if it asks for other boxes now, or if its stored division is of others: the process was killed between the
+        two writes. It also is if one of its boxes has left, or is closed while enough others are open. If no plan over
+        these fits, it keeps its parts until other boxes are open.
+        """
+        parts, asked = self.parts_of(job.id), self._settings_of(job).boxes
+        if not parts or asked is None or had_attempt(job, parts):
+            return parts
+        by_node = {box.node: box for box in self.by_name.values()}
+        names = {self._fleet.names.get(part.node) for part in parts}
+        asks_the_same = len(names) + 1 == asked if isinstance(asked, int) else {HEAD_NAME, *names} == set(asked)
+        if not asks_the_same or any(part.node not in {*by_node, *self._fleet.unreadable} for part in parts):
+            return ()
+        if (plan := stages_of(self._settings, job.id)) is None or not self.are_of(parts, plan):
+            return ()
+        found = [by_node[part.node] for part in parts if part.node in by_node]
+        if isinstance(asked, list) or (len(found) == len(parts) and not any(map(self.why_no_part, found))):
+            return parts
+        others = {box.name for box in self._boxes_for_parts(job)}
+        ruled_out, _, since = self._ruled_out.get(job.id, (frozenset[str](), "", 0.0))
+        is_ruled_out = others <= ruled_out and self._clock() - since < _RULED_OUT_S
+        return () if len(others) >= asked - 1 and not is_ruled_out else parts
+
+    def are_of(self, parts: Sequence[JobPart], plan: StagesPlan, after: StagesPlan | None = None) -> bool:
+        """Returns whether these are the parts of a division, by position, and then those that `after` adds to it."""
+        names, num_before = [self._fleet.names.get(part.node) for part in parts], len(plan.boxes) - 1
+        added = set() if after is None else {*after.boxes} - {*plan.boxes}
+        return tuple(names[:num_before]) == plan.boxes[1:] and set(names[num_before:]) == added
+
+    def rule_out(self, job: Job, boxes: Sequence[JoinedBox], why: str) -> bool:
+        """Notes that a job does not fit these boxes. Returns whether it goes on with the parts that it has."""
+        self._ruled_out[job.id] = (frozenset(box.name for box in boxes), why, self._clock())
+        return bool(self.parts_in_force(job))
+
     def boxes_of(self, job: Job) -> tuple[Sequence[JoinedBox], str | None]:
         """Returns the other boxes of a job over several boxes, or why they are not all there.
 
@@ -187,10 +242,13 @@ class Boxes:
         with the fewest jobs, or those that its plan has chosen.
         """
         by_node = {box.node: box for box in self.by_name.values()}
-        if parts := self.parts_of(job.id):
+        if parts := self.parts_in_force(job):
             found = [by_node[part.node] for part in parts if part.node in by_node]
             lost = [self._why_lost(part.node) for part in parts if part.node not in by_node]
-            return found, "; ".join(lost) or _why_away(found)
+            why = "; ".join(lost) or _why_away(found)
+            if why is not None and job.id in self._ruled_out:
+                why += f"; it cannot be planned over other boxes: {self._ruled_out[job.id][1]}"
+            return found, why
         asked = self._settings_of(job).boxes
         assert asked is not None, "it asks for several boxes"
         if isinstance(asked, list):
@@ -238,28 +296,34 @@ class Boxes:
                 return f"{box} could not begin its part of it: {why}"
         return None
 
-    def why_not_ready(self, job: Job) -> tuple[str | None, bool]:
-        """Returns why an attempt of a job cannot begin yet on the boxes that have its parts, or None.
-
-        Also whether it can within moments, so that the job keeps its room.
-        """
+    def why_not_ready(self, job: Job) -> Wait | None:
+        """Returns why an attempt of a job cannot begin yet on the boxes that have its parts, or None."""
         boxes = {box.node: box for box in self.by_name.values()}
-        for part in self.parts_of(job.id):
-            box = boxes[part.node]
+        for part in self.parts_in_force(job):
+            box, is_soon = boxes[part.node], False
             if part.state == PartState.LOST.value:
-                return f"{part.told}; `windlass restart` begins it again from its newest exported model", False
-            if part.state == PartState.COPYING.value:
-                return part.told or f"its files are to be copied to box {box.name}", False
-            if (why := _why_another_release(box)) is not None:
-                return f"box {box.name} {why}", False
-            if part.state == PartState.RUNNING.value:
-                return f"the processes of attempt {part.served} have not ended yet on box {box.name}", True
-            if part.served < job.attempt:
-                return f"box {box.name} has not heard of the end of attempt {job.attempt} yet", True
-            if part.port is None:
-                why = f": {part.told}" if part.told else ""
-                return f"box {box.name} has told no port for other boxes yet{why}", not part.told
-        return None, False
+                why = f"{part.told}; `windlass restart` begins it again from its newest exported model"
+            elif part.state == PartState.COPYING.value:
+                why = part.told or f"its files are to be copied to box {box.name}"
+                is_soon = part.served > 0 and self._is_new_division_due(job, part)
+            elif (why_other := _why_another_release(box)) is not None:
+                why = f"box {box.name} {why_other}"
+            elif part.state == PartState.RUNNING.value:
+                why, is_soon = f"the processes of attempt {part.served} have not ended yet on box {box.name}", True
+            elif part.served < job.attempt:
+                why, is_soon = f"box {box.name} has not heard of the end of attempt {job.attempt} yet", True
+            elif part.port is None:
+                why = f"box {box.name} has told no port for other boxes yet{f': {part.told}' if part.told else ''}"
+                is_soon = not part.told
+            else:
+                continue
+            return Wait(reason=why, is_soon=is_soon)
+        return None
+
+    def _is_new_division_due(self, job: Job, part: JobPart) -> bool:
+        """Returns whether a box that has states, and gets the new division only, will have it soon."""
+        since = self._sent_since.setdefault((job.id, part.node, job.attempt), self._clock())
+        return self._clock() - since < _LONGEST_SENT_S
 
     def why_no_part(self, box: JoinedBox) -> str | None:
         """Returns why a box gets no part of a job over several boxes, or None."""
@@ -310,7 +374,7 @@ class Boxes:
     def _chosen_boxes(self, job: Job, number: int) -> Sequence[JoinedBox]:
         fit = self._boxes_for_parts(job)
         planned = [box for box in fit if box.name in self._planned.get(job.id, ())]
-        if len(planned) < number:
+        if len(planned) != number:  # some are closed, or it asks for another number now
             self._planned.pop(job.id, None)
             planned = list(fit[:number])
         self._chosen[job.id] = [box.name for box in planned]
@@ -320,7 +384,8 @@ class Boxes:
         """Returns the boxes that may get a part of a job, those first that may be free first."""
         least, taken = self._settings_of(job).least_gpus, self._taken_by_others(job)
         fit = [box for box in self.by_name.values() if box.resources.why_too_many(least) is None]
-        before = self._chosen.get(job.id, ())
+        held = {part.node for part in self.parts_of(job.id)}
+        before = {*self._chosen.get(job.id, ()), *(box.name for box in fit if box.node in held)}
 
         def place(box: JoinedBox) -> tuple[int, bool, int, bool, str]:
             holders = [*box.holders, *box.spread]
@@ -335,10 +400,12 @@ class Boxes:
 
     def whole_box(self, job: Job, box: JoinedBox) -> Option:
         """Returns the option of a job that needs all devices of a box, as a part of a job does."""
-        if not self._stages.get(job.id) or not self.parts_of(job.id):
-            plan = stages_of(self._settings, job.id) if self.parts_of(job.id) else None
-            self._stages[job.id] = {} if plan is None else {stage.box: stage for stage in plan.stages}
-        num_devices, stage = box.resources.num_devices, self._stages[job.id].get(box.name)
+        parts = self.parts_in_force(job)
+        key = (job.attempt, [(part.node, part.position) for part in parts])
+        if job.id not in self._stages or self._stages[job.id][0] != key or not self._stages[job.id][1]:
+            plan = stages_of(self._settings, job.id) if parts else None
+            self._stages[job.id] = (key, {} if plan is None else {stage.box: stage for stage in plan.stages})
+        num_devices, stage = box.resources.num_devices, self._stages[job.id][1].get(box.name)
         demand = Demand(num_devices=num_devices)
         if stage is not None:
             is_cpu = box.resources.num_gpus == 0
@@ -347,13 +414,16 @@ class Boxes:
         return Option(box=box.name, needs=box.capacity.needs(job.id, demand))
 
     def _reserved_for(self, box: JoinedBox) -> int | None:
-        """Returns the priority of the job over several boxes for which a box begins no other job, or None."""
+        """Returns the priority of the job over several boxes for which a box begins no other job, or None.
+
+        An attempt that runs may end within this pass, and the box stays the job's then.
+        """
         parts = (part for parts in self._fleet.parts.values() for part in parts if part.node == box.node)
         jobs = ((self._fleet.divided.get(part.job_id), part) for part in parts)
         held = (
             job.priority
             for job, part in jobs
-            if job is not None and ((job.status in _HOLDING and part.attempt > part.served) or is_reserved(job, part))
+            if job is not None and (job.status in _WORKING or is_reserved(job, part) or _is_wanted(job, part))
         )
         return min(held, default=None)
 
@@ -410,6 +480,16 @@ class Boxes:
         return left_s
 
 
+def had_attempt(job: Job, parts: Sequence[JobPart]) -> bool:
+    """Returns whether a job has had an attempt. A head that was restored from a backup may not know of it."""
+    return bool(job.attempt) or any(part.served for part in parts)
+
+
+def _is_wanted(job: Job, part: JobPart) -> bool:
+    """Returns whether a box is to serve a part of a job that waits, in an attempt that it has not served."""
+    return job.status is JobStatus.QUEUED and part.attempt > part.served
+
+
 def seconds_to_go(job: Job) -> float | None:
     """Returns the predicted seconds until a job ends that has begun, or None if unknown."""
     # A job that runs longer than predicted, or whose attempt has ended, has no prediction. Else jobs would wait for it.
@@ -430,18 +510,6 @@ def _why_away(boxes: Sequence[JoinedBox]) -> str | None:
         f"box {box.name}, which has a part of it, {box.why_closed}" for box in boxes if box.why_closed is not None
     ]
     return "; ".join(closed) or None
-
-
-def told_boxes(names: Sequence[str]) -> str:
-    """Lists one or more boxes: "box A", "boxes A, B"."""
-    return f"box{'es' if len(names) > 1 else ''} {', '.join(names)}"
-
-
-def in_short(reasons: Sequence[str]) -> Sequence[str]:
-    """Returns the first reasons, and the number of the others."""
-    if len(reasons) <= _MAX_NAMED + 1:
-        return reasons
-    return [*reasons[:_MAX_NAMED], f"and so on for {len(reasons) - _MAX_NAMED} more boxes"]
 
 
 def _holder(job: Job, box: JoinedBox, demand: Demand, *, highest: int, reserved_for: int | None) -> Holder:

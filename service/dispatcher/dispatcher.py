@@ -11,16 +11,20 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
-from pathlib import Path
 
-from windlass.actors.job import OUTCOME, JournalRecord
 from windlass.actors.lifecycle import has_begun, last_sign_of_life
-from windlass.actors.scheduler import ROOM
 from windlass.planner.question import JobPlan
 from windlass.service.data import jobs_with_states
 from windlass.service.dispatcher.box_planner import BoxPlanner
 from windlass.service.dispatcher.housekeeping import Housekeeping
-from windlass.service.dispatcher.job_watch import AttemptPhase, AttemptWatch, JobWatch, JobWatches, StopKind
+from windlass.service.dispatcher.job_watch import (
+    SILENT_S,
+    AttemptPhase,
+    AttemptWatch,
+    JobWatch,
+    JobWatches,
+    StopKind,
+)
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import (
     fail_attempt,
@@ -32,17 +36,18 @@ from windlass.service.dispatcher.outcomes import (
     open_journal,
     pause_job,
 )
-from windlass.service.dispatcher.parts import UNKNOWN_PARTS, PartsHere, SpreadJobs
+from windlass.service.dispatcher.parts import PartsHere, SpreadJobs
 from windlass.service.dispatcher.placement import (
     JoinedBox,
     MachineCapacity,
+    Wait,
     hand_over,
     read_capacity,
     take_back,
     watch_absent_boxes,
 )
-from windlass.service.dispatcher.preparations import ROOM_AGAIN, Preparations
-from windlass.service.dispatcher.queue import JobQueue, Verdict, is_starting
+from windlass.service.dispatcher.preparations import Preparations
+from windlass.service.dispatcher.queue import Divisions, JobQueue, Verdict, is_starting
 from windlass.service.dispatcher.replanner import (
     Ask,
     AskStages,
@@ -61,7 +66,6 @@ from windlass.service.jobs import (
     build_job_spec,
     expected_pace,
     gpus_of,
-    is_over_boxes,
     job_dir,
     layout_epoch_on_one_box,
     load_plan,
@@ -92,10 +96,6 @@ from windlass.storage.sql.repositories import DeletionRepository, EventRepositor
 
 _LOG = logging.getLogger(__name__)
 
-# Seconds after which a runner is requested again to end.
-_STOP_RETRY_S = 10.0
-# Seconds without a sign of life after which a runner counts as hung. It gives a sign every second.
-_SILENT_S = 60.0
 _LOST = (
     "the job's processes ended without an outcome: killed for lack of memory, by hand, with Ray or with the machine, "
     "or the disk was too full to write one"
@@ -103,7 +103,6 @@ _LOST = (
 
 # If the home's disk was full within these seconds, a lost runner counts as a victim of the full disk.
 _FULL_LATELY_S = 30.0
-_GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
 class _Runner(Enum):
@@ -164,9 +163,7 @@ class Dispatcher:
         )
         self._box_planner = BoxPlanner(settings, ask=ask)
         self._parts = PartsHere(database, settings, runners, resources, lease.node, clock, is_busy=self._works_on_jobs)
-        self._spread = SpreadJobs(
-            database, settings, runners, resources, ask_over_boxes, look, self._queue.boxes.choose
-        )
+        self._spread = SpreadJobs(database, settings, runners, resources, ask_over_boxes, look, self._queue.boxes)
         self._preparations = Preparations(
             database,
             settings,
@@ -281,7 +278,7 @@ class Dispatcher:
         is_preempted = runner is _Runner.GONE and job.status is JobStatus.RUNNING and self._yields_at_once(job)
         lost = {
             _Runner.ALIVE: None,
-            _Runner.HUNG: f"its runner hung: it gave no sign of life for {_SILENT_S:g} s",
+            _Runner.HUNG: f"its runner hung: it gave no sign of life for {SILENT_S:g} s",
             _Runner.GONE: self._queue.boxes.why_over(job) or self._why_lost(),
         }[runner]
         if runner is not _Runner.GONE:  # an error in this request must not keep the journal from being read
@@ -303,12 +300,14 @@ class Dispatcher:
             is_over = True
         if is_over:
             self._spread.ended(job.id)
+            if self._queue.boxes.parts_of(job.id):
+                self._queue.boxes.read()  # if its states were moved, other boxes have its parts
             self._ended.await_exit(job.id, job.attempt, is_hung=runner is _Runner.HUNG)
-            self._note_room_needed(job, records)
+            self._queue.wait_for_room(job, records)
             self._report_full_disk(job)
         else:
             if (moving := move_in_words(self._settings, job)) is None:
-                self._explain_room(job, why_it_waits_for_room(self._settings, job))
+                self._queue.explain_room(job, why_it_waits_for_room(self._settings, job))
             elif moving != job.waiting_reason:  # without an event, because the runner writes some
                 with self._database.write() as session:
                     JobRepository(session).set_fields(job.id, seen=job, waiting_reason=moving)
@@ -328,7 +327,8 @@ class Dispatcher:
     def _runner_of(self, job: Job, attempt: AttemptWatch) -> _Runner:
         if not self._runners.is_alive(JobId(job.id), attempt.attempt):
             return _Runner.GONE
-        return _Runner.HUNG if self._is_silent(job, attempt) else _Runner.ALIVE
+        sign = last_sign_of_life(job_dir(self._settings, job.id), attempt.attempt)
+        return _Runner.HUNG if attempt.is_silent(sign, self._clock()) else _Runner.ALIVE
 
     def _why_lost(self) -> str:
         if self._was_full_lately:
@@ -350,22 +350,6 @@ class Dispatcher:
         with self._database.write() as session:
             EventRepository(session).add(job.id, attempt=job.attempt, message=message, level="warn")
 
-    def _note_room_needed(self, job: Job, records: Sequence[JournalRecord]) -> None:
-        """Makes the next attempt wait for the disk space that this attempt lacked."""
-        for record in records:
-            if record.kind == OUTCOME and record.attempt == job.attempt and (room := record.data.get(ROOM)) is not None:
-                path, nbytes = room
-                self._queue.wait_for_room(job.id, Path(path), nbytes)
-
-    def _explain_room(self, job: Job, reason: str | None) -> None:
-        """Stores that a running job waits for disk space, or that it no longer waits."""
-        if reason is not None and job.waiting_reason is None:
-            self._queue.explain(job, reason)
-        elif reason is None and job.waiting_reason is not None:
-            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else ROOM_AGAIN
-            with self._database.write() as session:
-                JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
-
     def _end_unless_begun(self, job: Job) -> None:
         """Kills a runner that was made but never told to begin, because it would wait forever.
 
@@ -373,18 +357,6 @@ class Dispatcher:
         """
         if not has_begun(job_dir(self._settings, job.id), Attempt(job.attempt)):
             self._runners.kill(JobId(job.id), Attempt(job.attempt))
-
-    def _is_silent(self, job: Job, attempt: AttemptWatch) -> bool:
-        """Returns whether a runner gave no sign of life for too long, by this process's monotonic clock.
-
-        The file's time is not used, because the wall clock may be set and the machine may sleep.
-        """
-        sign, now = last_sign_of_life(job_dir(self._settings, job.id), Attempt(job.attempt)), self._clock()
-        known, since = attempt.last_sign or (None, now)
-        if sign != known:
-            since = now
-        attempt.last_sign = (sign, since)
-        return sign is not None and now - since > _SILENT_S
 
     def _stop_if_requested(self, job: Job, attempt: AttemptWatch) -> None:
         """Requests the runner to end the job or the attempt, if there is a reason."""
@@ -419,13 +391,10 @@ class Dispatcher:
     def _request_stop(
         self, job: Job, attempt: AttemptWatch, kind: StopKind, send: Callable[[JobId, Attempt], None]
     ) -> None:
-        last_kind, last_at = attempt.last_stop_request or (None, -math.inf)
-        if last_kind is not kind:
+        is_new, is_due = attempt.requests(kind, self._clock())
+        if is_new:
             _LOG.info("sent %s to the runner", kind, extra=about(job.id, job.attempt))
-        if last_kind is not kind or self._clock() - last_at >= _STOP_RETRY_S:
-            attempt.last_stop_request = (kind, self._clock())
-            if attempt.phase is AttemptPhase.RUNNING:
-                attempt.enter(AttemptPhase.STOPPING)
+        if is_due:
             send(JobId(job.id), attempt.attempt)
 
     # --- the queue --------------------------------------------------------------------------------------------------
@@ -439,14 +408,34 @@ class Dispatcher:
         """Launches the jobs whose turn it is, and stores why the others wait."""
         over = self._ended.attempts().items()
         leaving = {job_id for job_id, attempt in over if attempt.phase is AttemptPhase.EXITING}
-        verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready)
+        divisions = self._divide_anew(leaving)
+        verdicts = self._queue.verdicts(leaving, self._preparations.soon_ready, divisions)
         self._renewals.drop(keep={verdict.job.id for verdict in verdicts})
         planned = {each.job.id for each in verdicts if each.is_ready and each.keeps_boxes}
-        divided = {each.job.id for each in verdicts if is_over_boxes(each.job) and self._has_division(each.job)}
-        self._spread.drop(keep=planned | divided)
+        self._spread.drop(keep=planned | divisions.waits.keys())
         for verdict in verdicts:
             self._guarded(about(verdict.job.id, verdict.job.attempt), self._execute, verdict)
+        for job in self._queue.boxes.divided:
+            if job.status is JobStatus.PAUSED and job.lease_holder == self._lease.holder:
+                self._guarded(about(job.id, job.attempt), self._spread.free, job)
         self._plan_for_boxes(begun={verdict.job.id for verdict in verdicts if verdict.decision.begins})
+
+    def _divide_anew(self, leaving: Collection[str]) -> Divisions:
+        """Goes on with the divisions of waiting jobs over boxes."""
+        waits, seen = dict[str, Wait | None](), dict[str, Job]()
+        why_not = self._hold or room_reason(self._settings.home)
+
+        def go_on(job: Job) -> None:
+            seen[job.id] = job
+            waits[job.id] = Wait(reason=why_not or job.waiting_reason or "")  # it stays if an error is raised
+            if why_not is not None:
+                return  # nothing can be stored, or nothing may begin
+            waits[job.id] = self._spread.wait_for_division(job)
+
+        for job in self._jobs(JobStatus.QUEUED) if self._queue.boxes.is_used else ():
+            if job.id not in leaving and self._queue.boxes.is_over_several(job):
+                self._guarded(about(job.id, job.attempt), go_on, job)
+        return Divisions({job_id: wait for job_id, wait in waits.items() if wait is not None}, seen)
 
     def _plan_for_boxes(self, *, begun: Collection[str]) -> None:
         """Goes on with plans for kinds of boxes that waiting jobs have no plan for yet."""
@@ -469,16 +458,19 @@ class Dispatcher:
         if why_not is None and verdict.is_ready:
             why_not = room_reason(self._settings.home)
         if why_not is not None:
-            if verdict.over is not None:
-                self._spread.reserve(job, self._queue.boxes.parts_of(job.id), is_wanted=False)
-            self._queue.explain(job, why_not)
-            return
-        if verdict.is_ready and verdict.box is not None:
-            self._hand_over(job, verdict.box)
-            return
+            verdict = verdict.put_off(why_not)
         if verdict.over is not None:
             self._execute_over_boxes(verdict, verdict.over)
-            return
+        elif why_not is not None:
+            self._queue.explain(job, why_not)
+        elif verdict.is_ready and verdict.box is not None:
+            self._hand_over(job, verdict.box)
+        else:
+            self._execute_here(verdict)
+
+    def _execute_here(self, verdict: Verdict) -> None:
+        """Begins a job on this box, renews its plan, or makes room for it."""
+        job = verdict.job
         try:
             plan = load_plan(self._settings, job) if verdict.may_move else None
         except ValueError as error:
@@ -500,42 +492,26 @@ class Dispatcher:
             self._queue.make_room(job, verdict.decision.pauses)
             self._queue.explain(job, verdict.reason)
 
-    def _has_division(self, job: Job) -> bool:
-        """Returns whether boxes have blocks of a job. On one box, it has begun."""
-        return bool(job.attempt or self._queue.boxes.parts_of(job.id))
-
     def _execute_over_boxes(self, verdict: Verdict, boxes: Sequence[JoinedBox]) -> None:
-        """Goes on with a job over several boxes: its plan, the parts that other boxes get, and its next attempt."""
-        job, parts = verdict.job, self._queue.boxes.parts_of(verdict.job.id)
-        begins = verdict.is_ready and verdict.decision.begins
-        asked = self._queue.boxes.wanted_of(job, parts) if self._has_division(job) else None
-        if asked is not None and (reason := self._spread.redivide(job, parts, *asked)) is not None:
-            self._spread.reserve(job, parts, is_wanted=False)
-            if reason:
-                self._queue.explain(job, reason)
-        elif parts and not begins:
-            if verdict.is_ready:
-                self._queue.make_room(job, verdict.decision.pauses)
-            self._spread.reserve(job, parts, is_wanted=verdict.reserves_boxes)
-            self._queue.explain(job, verdict.reason)
-        elif not (verdict.is_ready and verdict.keeps_boxes):
-            self._queue.explain(job, verdict.reason)
-        elif not parts and job.attempt:
-            self._queue.explain(job, UNKNOWN_PARTS)
-        elif not parts:
-            if (reason := self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))) is not None:
-                self._queue.explain(job, reason)
-        elif (reason := self._spread.adopt(job, parts)) is not None:
-            self._spread.reserve(job, parts, is_wanted=False)
-            self._queue.explain(job, reason)
-        else:
+        """Begins the next attempt of a job over several boxes, or reserves them, or plans it over them."""
+        job, parts, links = verdict.job, self._queue.boxes.parts_in_force(verdict.job), None
+        if parts and verdict.is_ready and verdict.decision.begins:
             try:
                 links = self._spread.new_attempt(job, boxes, parts)
             except ReportedError as error:
-                self._spread.reserve(job, parts, is_wanted=False)  # a person has to mend it first
-                self._queue.explain(job, str(error))
-                return
+                verdict = verdict.put_off(str(error))  # a person has to mend it first
+        if links is not None:
             self._launch(job, None, gpus=shown_gpus_of(job), over=(parts, links))
+            return
+        held = self._queue.boxes.parts_of(job.id)  # also those that are not in force any more
+        self._spread.reserve(job, held, is_wanted=bool(parts) and verdict.reserves_boxes)
+        reason: str | None = verdict.reason
+        if parts and verdict.is_ready:
+            self._queue.make_room(job, verdict.decision.pauses)
+        elif verdict.is_ready and verdict.keeps_boxes:
+            reason = self._spread.give(job, boxes, self._queue.boxes.pools_of(job, boxes))
+        if reason is not None:
+            self._queue.explain(job, reason)
 
     def _launch(
         self,
@@ -554,10 +530,10 @@ class Dispatcher:
         attempt, fields, message = Attempt(last + 1), JobFields(), ""
         if plan is not None:
             plan, fields, message = plan_for_gpus(self._settings, job, plan, gpus)
-        division = None if over is None else stages_of(self._settings, job.id)
+        division = stages_of(self._settings, job.id)
         moves = over is not None and over[1][0].move is not None
         with self._database.write() as session:
-            pace = expected_pace(plan or division, EventRepository(session).last_paced_step(job.id))
+            pace = expected_pace(plan, division, EventRepository(session).last_paced_step(job.id))
             left_s = None if moves else seconds_left(pace, job)  # how long a move takes is not known
             fields |= {
                 "attempt": attempt,

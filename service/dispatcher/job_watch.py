@@ -13,6 +13,11 @@ from windlass.service.jobs import BoxKind
 from windlass.service.preparation import Preparation
 from windlass.storage.ids import Attempt
 
+# Seconds after which a runner is requested again to end.
+_STOP_RETRY_S = 10.0
+# Seconds without a sign of life after which a runner counts as hung. It gives a sign every second.
+SILENT_S = 60.0
+
 
 class AttemptPhase(StrEnum):
     """The phase of a job's last attempt, as the dispatcher sees it."""
@@ -60,6 +65,26 @@ class AttemptWatch:
         if phase not in _TRANSITIONS[self.phase]:
             raise AttemptPhaseError(f"attempt {self.attempt} is {self.phase} and cannot become {phase}")
         self.phase = phase
+
+    def is_silent(self, sign: int | None, now_s: float) -> bool:
+        """Returns whether the runner gave no sign of life for too long. `sign`: its last one, None before the first.
+
+        The time of the sign's file is not used, because the wall clock may be set and the machine may sleep.
+        """
+        known, since_s = self.last_sign or (None, now_s)
+        self.last_sign = (sign, now_s if sign != known else since_s)
+        return sign is not None and now_s - self.last_sign[1] > SILENT_S
+
+    def requests(self, kind: StopKind, now_s: float) -> tuple[bool, bool]:
+        """Notes a request to end. Returns whether it is a new one, and whether it is to be sent now."""
+        last_kind, last_at = self.last_stop_request or (None, -math.inf)
+        is_new = kind is not last_kind
+        is_due = is_new or now_s - last_at >= _STOP_RETRY_S
+        if is_due:
+            self.last_stop_request = (kind, now_s)
+            if self.phase is AttemptPhase.RUNNING:
+                self.enter(AttemptPhase.STOPPING)
+        return is_new, is_due
 
     @property
     def is_over(self) -> bool:

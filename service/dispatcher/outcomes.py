@@ -22,6 +22,7 @@ from windlass.service.jobs import (
     journal_path,
     keep_plan,
     keep_stages,
+    next_simulated_counts,
     next_stages_of,
     plans_of,
     record_prediction,
@@ -261,6 +262,7 @@ def _go_on_after_move(settings: Settings, session: Session, job: Job) -> None:
     after = next_stages_of(settings, job.id)
     if after is not None:  # else it is in force already, and this process was killed then
         keep_stages(settings, job.id, replace(after, from_attempt=job.attempt + 1))
+    next_simulated_counts(settings, job.id)
     plan = stages_of(settings, job.id)
     if plan is None:
         raise ValueError("the job's plan over its boxes cannot be read")

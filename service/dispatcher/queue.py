@@ -2,23 +2,20 @@
 
 import logging
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.amounts import GIB
+from windlass.actors.job import OUTCOME, JournalRecord
+from windlass.actors.scheduler import ROOM
 from windlass.service.auth import most_running_jobs
-from windlass.service.dispatcher.boxes import Boxes, in_short, seconds_to_go, told_boxes
+from windlass.service.dispatcher.boxes import Boxes, seconds_to_go
 from windlass.service.dispatcher.job_watch import JobWatches, QueueWatch, Retry
 from windlass.service.dispatcher.lease import Lease
 from windlass.service.dispatcher.outcomes import has_step, last_attempt_with_progress, name_for_owner_of
 from windlass.service.dispatcher.placement import (
-    BUFFERS,
-    DEVICES,
-    HOST_MEMORY,
     BoxState,
     Candidate,
     Decision,
@@ -29,15 +26,18 @@ from windlass.service.dispatcher.placement import (
     MachineCapacity,
     Option,
     Placement,
+    Placing,
     PlannedDemands,
     Turn,
+    Wait,
     demands_of,
     in_turn,
     place_with_gpus,
+    sentence,
 )
-from windlass.service.installation import Settings, about, needs_room
+from windlass.service.dispatcher.preparations import ROOM_AGAIN
+from windlass.service.installation import Settings, about, is_out_of_room, needs_room
 from windlass.service.jobs import MachineResources, chooses_gpus, gpus_of, load_plan, plan_bounds, plan_for_here
-from windlass.service.validation import count_text, told_jobs_beside
 from windlass.storage.ids import HEAD_NAME, Attempt
 from windlass.storage.memory import directory_free_nbytes, directory_nbytes
 from windlass.storage.sql import TERMINAL_STATUSES, Database, Job, JobStatus
@@ -62,11 +62,10 @@ _MAX_PREEMPTED_STARTS = 3
 # Seconds that a job waits in all, each time that it is queued, while jobs of higher priority are prepared. Else its
 # attempt would be ended while it starts.
 _MAX_YIELD_S = 20.0
-_AMOUNT = re.compile(r"[\d.]+ [KMGTP]?i?B")
-# Parts of a reason that change whenever a job on any box begins or ends.
-_JOBS = re.compile(
-    r"jobs? ftjob-\w+(, ftjob-\w+)*|\d+ jobs? of others|\band\b|[\d.]+|\bqueued jobs? (is|are) before this one"
-)
+# The longest pause between two attempts in which a job over several boxes keeps them. Others would only just have begun
+# there. In a longer one, they use the boxes.
+_LONGEST_KEPT_PAUSE_S = 60.0
+_GOES_ON_WITHOUT_ROOM = "The job goes on, though the disk is still nearly full"
 
 
 def is_starting(job: Job) -> bool:
@@ -88,6 +87,10 @@ class Verdict:
     keeps_boxes: bool = False  # such a job begins on all of its boxes, now or once other jobs have paused for it
     reserves_boxes: bool = False  # the same, but not while jobs on them cannot be paused yet
 
+    def put_off(self, reason: str) -> "Verdict":
+        """Returns the verdict about the same job if it cannot begin for a reason outside the queue."""
+        return replace(self, is_ready=False, reserves_boxes=False, reason=reason)
+
     @property
     def may_move(self) -> bool:
         """Returns whether the job's plan matters now.
@@ -97,6 +100,24 @@ class Verdict:
         if self.box is not None:
             return False
         return self.is_ready and (self.decision.begins or bool(self.decision.pauses) or self.decision.never)
+
+
+@dataclass(frozen=True, slots=True)
+class Divisions:
+    """The waiting jobs over several boxes whose divisions a pass has gone on with."""
+
+    waits: Mapping[str, Wait]  # the jobs that wait for theirs
+    seen: Mapping[str, Job]  # all of them, as they were then
+
+    def is_seen(self, job: Job) -> bool:
+        """Returns whether a job is as it was then. Else it was resumed since, perhaps with other boxes."""
+        seen = self.seen.get(job.id)
+        return seen is not None and (seen.windlass, seen.attempt) == (job.windlass, job.attempt)
+
+
+def _box_of(placement: Placement | None) -> str:
+    """Returns the box on which a job begins, or for which it waits: the head's own if it is not placed."""
+    return HEAD_NAME if placement is None or placement.box is None else placement.box
 
 
 class JobQueue:
@@ -129,18 +150,23 @@ class JobQueue:
         # The GPUs of the jobs that begin in this pass with another number than their plan prefers.
         self._begin_with: Mapping[str, int] = {}
 
-    def wait_for_room(self, job_id: str, path: Path, nbytes: int) -> None:
-        """Makes a job wait until a disk has `nbytes` free, because its attempt was lost with less.
+    def wait_for_room(self, job: Job, records: Sequence[JournalRecord]) -> None:
+        """Makes the next attempt of a job wait for the disk space that this one lacked, by its records.
 
         If this is lost, the next attempt finds it out again.
         """
-        self._watches[job_id].queued.required_space = (path, nbytes)
+        for record in records:
+            if record.kind == OUTCOME and record.attempt == job.attempt and (room := record.data.get(ROOM)) is not None:
+                path, nbytes = room
+                self._watches[job.id].queued.required_space = (Path(path), nbytes)
 
     def is_box_free(self) -> bool:
         """Returns whether no job runs on this machine."""
         return not self._present(())
 
-    def verdicts(self, leaving: Collection[str], soon_ready: Mapping[int, int]) -> Sequence[Verdict]:
+    def verdicts(
+        self, leaving: Collection[str], soon_ready: Mapping[int, int], divisions: Divisions
+    ) -> Sequence[Verdict]:
         """Decides about each queued job that this dispatcher holds, in the order of the queue.
 
         `leaving`: jobs with an ended attempt whose processes still live. `soon_ready`: for the jobs that will probably
@@ -156,20 +182,58 @@ class JobQueue:
         everywhere = [*present, *self.boxes.holders]
         queued = self._in_turn(queued, everywhere)
         too_many = self._over_owner_limit(queued, everywhere)
-        capacity = self._capacity({job.id for job in present})
         for job_id in self._watches.keys() - {job.id for job in (*present, *queued)}:
             self._watches[job_id].demands = None
-        self._begin_with = {}
-        pauses = {job.id: self._pause_before_retry(job) for job in queued}
-        lacks = {job.id: self._lacks_room(job.id) for job in queued}
-        placing = _Placing(capacity=capacity, holders={HEAD_NAME: list(present)})
-        placing.holders |= {name: [*box.holders, *box.spread] for name, box in self.boxes.by_name.items()}
+        placing, self._begin_with = self._placing(present), {}
+        for job in queued:
+            if (wait := self._wait(job, leaving, too_many)) is not None:
+                placing.waits[job.id] = wait
         candidates = [
-            self._candidate(job, placing, is_ready=pauses[job.id] is None and lacks[job.id] is None)
+            self._candidate_over_boxes(job, placing, divisions) if is_over else self._candidate(job, placing)
             for job in queued
-            if job.id not in leaving and job.id not in too_many
+            if (is_over := self.boxes.is_over_several(job)) or job.id not in too_many
+            if job.id not in leaving
         ]
-        highest = queued[0].priority
+        placed = self._place(queued, candidates, present, leaving, placing)
+        verdicts, num_before = list[Verdict](), 0
+        for job in queued:
+            placement, is_ready = placed.get(job.id), job.id not in placing.waits
+            verdict = self._verdict(job, placement, placing, num_before, soon_ready)
+            if job.id in divisions.waits or not self._is_divided(job, divisions):
+                verdict = replace(verdict, reserves_boxes=False)
+            if job.lease_holder == self._lease.holder:
+                verdicts.append(verdict)
+            begins = verdict.decision.begins
+            if begins:
+                placing.holders[_box_of(placement)].append(job)
+            watch = self._watches[job.id].queued
+            watch.waits_for = None if begins or placement is None else placement.box
+            if placement is not None and placement.passes and watch.passed_since is None:
+                watch.passed_since = self._clock()
+            if not (is_ready and (begins or verdict.decision.never)):
+                num_before += 1
+        return verdicts
+
+    def _placing(self, present: Sequence[Job]) -> Placing:
+        """Returns the boxes of a pass, with the jobs that hold their resources. `present`: those on this machine."""
+        resources = {HEAD_NAME: self._resources, **{name: box.resources for name, box in self.boxes.by_name.items()}}
+        holders = {name: [*box.holders, *box.spread] for name, box in self.boxes.by_name.items()}
+        return Placing(
+            capacity=self._capacity({job.id for job in present}),
+            num_gpus={name: each.num_gpus for name, each in resources.items()},
+            holders={HEAD_NAME: list(present), **holders},
+        )
+
+    def _place(
+        self,
+        queued: Sequence[Job],
+        candidates: Sequence[Candidate],
+        present: Sequence[Job],
+        leaving: Collection[str],
+        placing: Placing,
+    ) -> Mapping[str, Placement]:
+        """Returns the place of each candidate. `queued`: all waiting jobs, in the order of the queue."""
+        capacity, highest = placing.capacity, queued[0].priority
         here = BoxState(
             name=HEAD_NAME,
             has=capacity.has(self._resources, [job.id for job in present]),
@@ -182,68 +246,44 @@ class JobQueue:
             box=HEAD_NAME,
             fewer={job.id: self._fewer_gpus(job, capacity) for job in queued},
         )
-        placed = {each.job_id: each for each in placements}
-        verdicts, num_before = list[Verdict](), 0
-        for job in queued:
-            placement, pause_s = placed.get(job.id), pauses[job.id]
-            decision = Decision(job_id=job.id) if placement is None else placement.decision
-            name = HEAD_NAME if placement is None or placement.box is None else placement.box
-            if job.id in leaving:
-                reason = f"the processes of attempt {job.attempt} have not ended yet"
-            elif (lack := lacks[job.id]) is not None:
-                reason = lack
-            elif (most := too_many.get(job.id)) is not None:
-                reason = f"one of your running jobs must end first (your limit: {most})"
-            elif pause_s is not None:
-                reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
-            elif placement is not None and (why := placing.why_not_together.get(job.id)) is not None:
-                reason = why
-            elif decision.begins or placement is None:
-                reason = ""
-            else:
-                reason = self._reason(job, placement, placing, num_before)
-            is_ready = job.id not in (*leaving, *too_many, *placing.why_not_together)
-            is_ready = is_ready and pause_s is None and lacks[job.id] is None
-            begins = is_ready and decision.begins and name == HEAD_NAME
-            lacking = self._lacking_devices(job, placing.holders[HEAD_NAME], soon_ready) if begins else ()
-            if self._yields_to_preparation(job, lacking):
-                decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
-            if job.lease_holder == self._lease.holder:
-                # A box makes room by itself for a job that it was given.
-                over = placing.over.get(job.id)
-                if over is None and job.id in too_many and self.boxes.is_over_several(job):
-                    over, _ = self.boxes.boxes_of(job)  # they are not reserved meanwhile
-                is_given = (
-                    over is None
-                    and name != HEAD_NAME
-                    and (decision.begins or bool(decision.pauses) or decision.will_pause)
-                )
-                box = self.boxes.by_name[name] if is_given else None
-                gpus = self._num_gpus(job)
-                verdicts.append(
-                    Verdict(
-                        job=job,
-                        decision=decision,
-                        reason=reason,
-                        is_ready=is_ready,
-                        box=box,
-                        gpus=gpus,
-                        over=over,
-                        keeps_boxes=over is not None
-                        and placement is not None
-                        and (decision.begins or placement.by_pausing),
-                        reserves_boxes=over is not None and placement is not None and placement.reserves,
-                    )
-                )
-            if decision.begins:
-                placing.holders[name].append(job)
-            watch = self._watches[job.id].queued
-            watch.waits_for = None if decision.begins or placement is None else placement.box
-            if placement is not None and placement.passes and watch.passed_since is None:
-                watch.passed_since = self._clock()
-            if not (is_ready and (decision.begins or decision.never)):
-                num_before += 1
-        return verdicts
+        return {each.job_id: each for each in placements}
+
+    def _verdict(
+        self,
+        job: Job,
+        placement: Placement | None,
+        placing: Placing,
+        num_before: int,
+        soon_ready: Mapping[int, int],
+    ) -> Verdict:
+        """Returns the verdict about a job. `num_before`: the jobs before it that wait. `soon_ready`: see `verdicts`."""
+        wait, name = placing.waits.get(job.id), _box_of(placement)
+        decision = Decision(job_id=job.id) if placement is None else placement.decision
+        if wait is not None:
+            reason = wait.reason
+        elif decision.begins or placement is None:
+            reason = ""
+        else:
+            reason = placing.reason(job, placement, num_before)
+        begins = wait is None and decision.begins and name == HEAD_NAME
+        lacking = self._lacking_devices(job, placing.holders[HEAD_NAME], soon_ready) if begins else ()
+        if self._yields_to_preparation(job, lacking):
+            decision, reason = replace(decision, begins=False), "a job of higher priority that is being prepared"
+        over = placing.over.get(job.id)
+        together = None if over is None else placement
+        is_given = over is None and name != HEAD_NAME  # a box makes room by itself for a job that it was given
+        is_given = is_given and (decision.begins or bool(decision.pauses) or decision.will_pause)
+        return Verdict(
+            job=job,
+            decision=decision,
+            reason=reason,
+            is_ready=wait is None,
+            box=self.boxes.by_name[name] if is_given else None,
+            gpus=self._num_gpus(job),
+            over=over,
+            keeps_boxes=together is not None and (decision.begins or together.by_pausing),
+            reserves_boxes=together is not None and together.reserves,
+        )
 
     def explain(self, job: Job, reason: str) -> None:
         """Stores the reason why a job waits, if it is new."""
@@ -251,7 +291,8 @@ class JobQueue:
         if reason == before:
             return
         watch, now = self._watches[job.id].queued, self._clock()
-        if self._sentence(reason) != self._sentence(before):
+        has_boxes = bool(self.boxes.by_name)
+        if sentence(reason, has_boxes=has_boxes) != sentence(before, has_boxes=has_boxes):
             with self._database.write() as session:
                 JobRepository(session).set_waiting_reason(job.id, reason, seen=job)
         elif watch.reason_written_at is None or now - watch.reason_written_at >= _REWRITE_INTERVAL_S:
@@ -261,11 +302,14 @@ class JobQueue:
             return
         watch.reason_written_at = now
 
-    def _sentence(self, reason: str) -> Collection[str]:
-        """Returns what makes a reason another one, with an event. The jobs on several boxes change too often for it."""
-        if not self.boxes.by_name:
-            return _AMOUNT.sub("", reason)
-        return sorted({_JOBS.sub("", part).strip() for part in reason.split("; ")} - {""})
+    def explain_room(self, job: Job, reason: str | None) -> None:
+        """Stores that a running job waits for disk space, or that it no longer waits."""
+        if reason is not None and job.waiting_reason is None:
+            self.explain(job, reason)
+        elif reason is None and job.waiting_reason is not None:
+            message = _GOES_ON_WITHOUT_ROOM if is_out_of_room(self._settings.home) else ROOM_AGAIN
+            with self._database.write() as session:
+                JobRepository(session).clear_waiting_reason(job.id, message, seen=job)
 
     def make_room(self, job: Job, victims: Collection[str]) -> None:
         """Requests jobs of lower priority to pause. They continue by themselves when there is room again."""
@@ -395,9 +439,22 @@ class JobQueue:
             _LOG.warning("its demand cannot be read from the plan: %s", error, extra=about(job.id, job.attempt))
             return PlannedDemands(demands={1: Demand()})
 
-    def _candidate(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
-        if self.boxes.is_over_several(job):
-            return self._candidate_over_boxes(job, placing, is_ready=is_ready)
+    def _wait(self, job: Job, leaving: Collection[str], too_many: Mapping[str, int]) -> Wait | None:
+        """Returns why a job cannot begin yet wherever it is, or None."""
+        pause_s = self._pause_before_retry(job)  # first, because it begins with the end of the attempt
+        if job.id in leaving:
+            return Wait(reason=f"the processes of attempt {job.attempt} have not ended yet", is_soon=True)
+        if (lack := self._lacks_room(job.id)) is not None:
+            return Wait(reason=lack)
+        if (most := too_many.get(job.id)) is not None:
+            return Wait(reason=f"one of your running jobs must end first (your limit: {most})")
+        if pause_s is not None:
+            reason = f"attempt {job.attempt} was lost; the next one begins about {pause_s:.0f} s later"
+            return Wait(reason=reason, is_soon=pause_s <= _LONGEST_KEPT_PAUSE_S)
+        return None
+
+    def _candidate(self, job: Job, placing: Placing) -> Candidate:
+        """Returns a job on one box as the policy sees it. Until it is ready, it keeps its place."""
         options, why_not = self.boxes.options(job)
         run_s, fits = self._here(job)
         if self.boxes.may_run_here(job) and (fits or not self.boxes.by_name):
@@ -410,33 +467,41 @@ class JobQueue:
             job_id=job.id,
             options=options,
             priority=job.priority,
-            is_ready=is_ready,
+            is_ready=job.id not in placing.waits,
             waits_for=watch.waits_for,
             passed_s=0.0 if watch.passed_since is None else self._clock() - watch.passed_since,
         )
 
-    def _candidate_over_boxes(self, job: Job, placing: "_Placing", *, is_ready: bool) -> Candidate:
-        """Returns a job over several boxes as the policy sees it. It needs each of its boxes as a whole."""
+    def _candidate_over_boxes(self, job: Job, placing: Placing, divisions: Divisions) -> Candidate:
+        """Returns a job over several boxes as the policy sees it. It needs each of its boxes as a whole.
+
+        It keeps them until it is ready only if that is soon. A box may be away, or files may be copied, for long.
+        """
         others, why_not = self.boxes.boxes_of(job)
-        parts, demand = self.boxes.parts_of(job.id), Demand(num_devices=self._resources.num_devices)
+        on_boxes = self.boxes.why_not_ready(job) if why_not is None else Wait(reason=why_not)
+        unseen = None if self._is_divided(job, divisions) else Wait(reason=job.waiting_reason or "", is_soon=True)
+        found = (placing.waits.get(job.id), divisions.waits.get(job.id), on_boxes, unseen)
+        waits = [wait for wait in found if wait is not None]
+        if waits:
+            placing.waits[job.id] = waits[0]
+        demand = Demand(num_devices=self._resources.num_devices)
         options = [Option(box=HEAD_NAME, needs=placing.capacity.needs(job.id, demand))]
         options += [self.boxes.whole_box(job, box) for box in others]
-        is_soon = False
-        if why_not is None and parts:
-            why_not, is_soon = self.boxes.why_not_ready(job)
-        if why_not is not None:
-            placing.why_not_together[job.id] = why_not
         placing.over[job.id] = others
         placing.options[job.id], placing.why_not[job.id] = {option.box: option for option in options}, {}
-        # While a box is away, or files are copied, which may be for long, it keeps no room.
-        may_keep = why_not is None or is_soon
+        keeps = all(wait.is_soon for wait in waits)
         return Candidate(
             job_id=job.id,
-            options=options if may_keep else (),
+            options=options if keeps else (),
             priority=job.priority,
-            is_ready=is_ready and why_not is None,
-            together=may_keep,
+            is_ready=not waits,
+            together=keeps,
         )
+
+    def _is_divided(self, job: Job, divisions: Divisions) -> bool:
+        """Returns whether the division of a job, if it is over several boxes, is the one that it asks for now."""
+        is_here = self.boxes.is_used and job.lease_holder == self._lease.holder  # another dispatcher has seen its own
+        return not (is_here and self.boxes.is_over_several(job)) or divisions.is_seen(job)
 
     def _here(self, job: Job) -> tuple[float | None, bool]:
         """Returns the seconds that the rest of a job takes here, if known, and whether its plan fits this box."""
@@ -521,85 +586,3 @@ class JobQueue:
     def _forget_all_but(self, queued: Collection[str]) -> None:
         for job_id in self._watches.keys() - set(queued):
             self._watches[job_id].queued = QueueWatch()
-
-    # --- reasons for waiting -----------------------------------------------------------------------------------------
-
-    def _reason(self, job: Job, placement: Placement, placing: "_Placing", num_before: int) -> str:
-        """Explains to its owner why a job waits. Other users' jobs are counted, not named."""
-        decisions = dict(placement.elsewhere)
-        if placement.box is not None:
-            decisions = {placement.box: placement.decision, **decisions}
-        parts = []
-        begins_at = [name for name, decision in decisions.items() if decision.begins]
-        if begins_at and placement.box is not None and job.id not in placing.over:
-            free = told_boxes(begins_at)
-            parts.append(f"it would end on box {placement.box} sooner than on {free}, though it has to wait there")
-        boxes = [
-            self._why_not_on(job, name, decision, placing)
-            for name, decision in decisions.items()
-            if not decision.begins
-        ]
-        parts += in_short([*filter(None, boxes), *placing.why_not[job.id].values()])
-        decision = placement.decision
-        if decision.never and len(decisions) == 1:
-            return "; ".join(parts)
-        holders = placing.holders[placement.box or HEAD_NAME]
-        of_boxes = decisions.values() if placement.by_pausing else (decision,)
-        is_pausing = any(each.pauses or each.will_pause for each in of_boxes)
-        if is_pausing or any(other.yields_to == job.id for other in holders):
-            parts.append("jobs of lower priority are paused for it after their step")
-        if not parts:
-            box = job.windlass.get("box")
-            parts.append(
-                "no box that it may run on has joined" if box is None else f"box {box}, which it asks for, has left"
-            )
-        if num_before:
-            parts.append(f"{num_before} queued job{'s are' if num_before > 1 else ' is'} before this one")
-        return "; ".join(parts)
-
-    def _why_not_on(self, job: Job, name: str, decision: Decision, placing: "_Placing") -> str:
-        """Explains why a job does not begin on a box. Without other boxes, this one is not named."""
-        needs, holders = placing.options[job.id][name].needs, placing.holders[name]
-        is_alone = not self.boxes.by_name
-        num_gpus = (self._resources if name == HEAD_NAME else self.boxes.by_name[name].resources).num_gpus
-        if decision.never:
-            lacks = "; ".join(
-                _short_of(each, needs[each], lack, num_gpus=num_gpus) for each, lack in decision.missing.items()
-            )
-            return f"{lacks}, also with no other job here" if is_alone else f"box {name} is too small for it: {lacks}"
-        beside = told_jobs_beside([other.id for other in holders if other.owner == job.owner], len(holders))
-        parts = []
-        for each, lack in decision.missing.items():
-            if each == DEVICES and needs[each] == 1:
-                devices = "the CPU" if num_gpus == 0 else "every GPU"
-                parts.append(f"{devices} {'' if is_alone else f'of box {name} '}is in use by {beside}")
-            else:
-                where = "" if is_alone else f"on box {name} it "
-                parts.append(f"{where}{_short_of(each, needs[each], lack, num_gpus=num_gpus)} beside {beside}")
-        if decision.waits_behind is not None:
-            where = "there is room for it" if is_alone else f"box {name} has room for it"
-            parts.append(f"{where}, but a job before it would have to wait longer")
-        return "; ".join(parts)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Placing:
-    """Knowledge of a pass over the queue: the boxes and the jobs' options, for the reasons."""
-
-    capacity: MachineCapacity
-    holders: dict[str, list[Job]]  # by box
-    options: dict[str, Mapping[str, Option]] = field(default_factory=dict)  # by job and box
-    why_not: dict[str, Mapping[str, str]] = field(default_factory=dict)  # by job: why other boxes are no options
-    over: dict[str, Sequence[JoinedBox]] = field(default_factory=dict)  # by job over several boxes: the other ones
-    why_not_together: dict[str, str] = field(default_factory=dict)  # by such a job: why it cannot begin yet
-
-
-def _short_of(resource: str, needed: int, lack: int, *, num_gpus: int) -> str:
-    """Says how much of a resource a job needs, and how much of it is free."""
-    free = max(0, needed - lack)
-    if resource == DEVICES:
-        devices = count_text(needed, "GPU" if num_gpus else "device")
-        return f"needs {devices}; {free} {'is' if free == 1 else 'are'} free"
-    where = {HOST_MEMORY: "host memory", BUFFERS: "memory for its buffers"}
-    what = where.get(resource, f"space on the SSD {resource}")
-    return f"needs {needed / GIB:.1f} GiB of {what}; {free / GIB:.1f} GiB are free"

@@ -61,10 +61,12 @@ from windlass.service.jobs.stage_plans import forget_next_stages as forget_next_
 from windlass.service.jobs.stage_plans import forget_stages as forget_stages
 from windlass.service.jobs.stage_plans import is_moved as is_moved
 from windlass.service.jobs.stage_plans import keep_next_stages as keep_next_stages
+from windlass.service.jobs.stage_plans import keep_simulated as keep_simulated
 from windlass.service.jobs.stage_plans import keep_stages as keep_stages
 from windlass.service.jobs.stage_plans import keep_told_stages as keep_told_stages
 from windlass.service.jobs.stage_plans import layout_epoch_on_one_box as layout_epoch_on_one_box
 from windlass.service.jobs.stage_plans import move_in_words as move_in_words
+from windlass.service.jobs.stage_plans import next_simulated_counts as next_simulated_counts
 from windlass.service.jobs.stage_plans import next_stages_of as next_stages_of
 from windlass.service.jobs.stage_plans import stages_digest as stages_digest
 from windlass.service.jobs.stage_plans import stages_of as stages_of

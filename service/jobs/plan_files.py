@@ -192,16 +192,19 @@ def _read_request(stored: object, training: TrainingConfig, data_dir: Path) -> P
     return PlanRequest.from_json({**values, "training": training})
 
 
-def expected_pace(plan: JobPlan | StagesPlan | None, last_step: JobMetrics | None) -> Pace | None:
+def expected_pace(plan: JobPlan | None, division: StagesPlan | None, last_step: JobMetrics | None) -> Pace | None:
     """Returns the expected time of a step in a job's next attempt.
 
     It is the time that the last step reported (`EventRepository.last_paced_step`), else the plan's. Returns None if
-    neither is known, or if the steps contradict the plan. Steps measured under an earlier plan do not count.
+    neither is known, or if the steps contradict the plan. Steps that were measured under an earlier plan, or before the
+    states were moved to other boxes, do not count.
+
+    `plan`: that of a job on one box. `division`: the stored one, also that of a job that has come to one box.
     """
-    from_attempt = 0 if plan is None else plan.from_attempt or 0
+    from_attempt = max(0 if each is None else each.from_attempt or 0 for each in (plan, division))
     if last_step is not None and last_step.attempt >= from_attempt:
         return pace_of_metrics(last_step.data)
-    step_s = plan.report.step_s if isinstance(plan, JobPlan) else None if plan is None else plan.step_s
+    step_s = plan.report.step_s if plan is not None else None if division is None else division.step_s
     return None if step_s is None else Pace(step_s=step_s, is_measured=False)
 
 

@@ -9,6 +9,8 @@ have moved once, or are to be moved.
 
 import hashlib
 import json
+import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Any
 
 from windlass.actors.job import JobSpec, Pace
 from windlass.actors.runtime.moving import MoveSpec, progress_of_move
+from windlass.actors.timeline import SIMULATED_FOLDER
 from windlass.amounts import GIB, bytes_text
 from windlass.engine.memory_plan import Placement
 from windlass.engine.model import ModelLayout
 from windlass.planner.question import JobPlan, PlanReport
 from windlass.planner.stages import PairRate, RequestedBox, StagePlan, StagesPlan, StagesRequest
-from windlass.service.installation import Settings
+from windlass.service.installation import Settings, about
 from windlass.service.jobs.box_plans import BoxKind
 from windlass.service.jobs.machine_resources import MachineResources
 from windlass.service.jobs.plan_files import keep_plan, load_plan_on_one_box
@@ -45,8 +48,11 @@ from windlass.storage.sql import Job
 from windlass.storage.sql.repositories import JobFields
 from windlass.storage.store import DECISIONS_FILE, last_decision
 
+_LOG = logging.getLogger(__name__)
+
 STAGES_FILE = "prepare/stages.json"  # in a job's folder
 _NEXT_FILE = "prepare/next-stages.json"  # there: the division to which the job's states are to be moved
+_NEXT_SIMULATED = "next-simulated"  # in `prepare`: the simulated step of that division
 
 
 def stages_request(
@@ -131,10 +137,11 @@ def fields_on_one_box(settings: Settings, job: Job, plan: StagesPlan) -> JobFiel
     """Returns the fields of the row of a job that is on one box from now on, by this plan of one stage.
 
     Its plan is stored as that of a job on one box. If it says nothing of memory, the job goes on by the plan that it
-    had on one box, or without one. Raises OSError.
+    had on one box, or without one. A job that never began might begin on any box, so it asks for the head's. Raises
+    OSError.
     """
     assert not plan.is_over_several, f"it is over the boxes {', '.join(plan.boxes)}"
-    fields: JobFields = {"windlass": {**job.windlass, "boxes": None}}
+    fields: JobFields = {"windlass": {**job.windlass, "boxes": None, "box": None if job.attempt else HEAD_NAME}}
     stage = plan.stages[0]
     if stage.arena_nbytes is not None:
         as_job = JobPlan(
@@ -229,6 +236,36 @@ def layout_epoch_on_one_box(settings: Settings, job_id: str) -> LayoutEpoch:
     return FIRST_EPOCH if stored is None else LayoutEpoch(stored.layout_epoch)
 
 
+def keep_simulated(settings: Settings, job_id: str, work_dir: Path, *, is_next: bool = False) -> None:
+    """Stores the simulated step of a new plan, which its planner has left in `work_dir`, in place of an earlier one.
+
+    `is_next`: of the division to which the job's states are to be moved. It counts from `next_simulated_counts` on.
+    """
+    _put_simulated(job_id, work_dir / SIMULATED_FOLDER, _simulated_dir(settings, job_id, is_next=is_next))
+    shutil.rmtree(work_dir, ignore_errors=True)
+
+
+def next_simulated_counts(settings: Settings, job_id: str) -> None:
+    """Makes the simulated step of the next division that of the job, because its states have been moved. Idempotent."""
+    made = _simulated_dir(settings, job_id, is_next=True)
+    if made.exists():
+        _put_simulated(job_id, made, _simulated_dir(settings, job_id))
+
+
+def _put_simulated(job_id: str, made: Path, target: Path) -> None:
+    """Puts a simulated step in place of another. An error is logged, because no job should wait or end for it."""
+    try:
+        made.mkdir(parents=True, exist_ok=True)  # empty if the step could not be simulated
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    except OSError as error:
+        _LOG.warning("its planned step is not shown: %s", error, extra=about(job_id))
+
+
+def _simulated_dir(settings: Settings, job_id: str, *, is_next: bool = False) -> Path:
+    return job_dir(settings, job_id) / "prepare" / (_NEXT_SIMULATED if is_next else SIMULATED_FOLDER)
+
+
 def keep_next_stages(settings: Settings, job_id: str, plan: StagesPlan) -> None:
     """Stores the division to which a job's states are to be moved. Raises OSError."""
     write_durably(_next_path(settings, job_id), json.dumps(plan.to_json()))
@@ -243,6 +280,7 @@ def forget_stages(settings: Settings, job_id: str) -> None:
 def forget_next_stages(settings: Settings, job_id: str) -> None:
     """Gives up a division to which a job's states have not been moved. Raises OSError."""
     _next_path(settings, job_id).unlink(missing_ok=True)
+    shutil.rmtree(_simulated_dir(settings, job_id, is_next=True), ignore_errors=True)
 
 
 def next_stages_of(settings: Settings, job_id: str) -> StagesPlan | None:

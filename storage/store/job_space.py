@@ -74,6 +74,15 @@ class JobSpace:
         """Returns the bytes of the SSD that the job has. Raises StoreError."""
         return self.volume.held_nbytes(space_name(self.store.geometry.job, self.store.geometry.epoch))
 
+    def free_other_epochs(self) -> None:
+        """Frees the job's stores of other layout epochs on this SSD: of a move that was given up, or already ended.
+
+        The caller has decided that the job goes on with this one. Older attempts cannot write to the others any more.
+        """
+        job, epoch = self.store.geometry.job, self.store.geometry.epoch
+        for other in spaces_in(self.volume).get(job, {}).keys() - {epoch}:
+            TensorStore.delete(self.volume, job, other)
+
     def close(self, *, delete: bool = False) -> None:
         """Closes the SSD. No transfer may be in flight. With `delete`, all space of the job becomes free."""
         if delete:

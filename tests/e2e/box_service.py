@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import httpx
 import psutil
 
 from tests.e2e.installation import Installation, make_tiny_model
+from tests.e2e.test_several_gpus import CPU
+from tests.pretend_gpus import pretend_gpus
 from tests.support.boxes.network import Box, Network, network_or_skip
-from windlass.service.installation.settings import SETTINGS_FILE
+from windlass.planner.hardware.hardware import Gpus, save_hardware
+from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE
 
 HEAD = "head"
 CLUSTER_PORT = 8643
@@ -31,11 +34,13 @@ class BoxInstallation(Installation):
     """The installation on a box. Its commands run there; `port` leads to its API from outside."""
 
     box: Box
+    num_gpus: int = 0  # pretended ones
 
     @property
     def environment(self) -> dict[str, str]:
         # Compiling kernels takes longer than a test.
-        return {**super().environment, "WINDLASS_PORT": str(_API_PORT), "CXX": "none"}
+        gpus = pretend_gpus(self.num_gpus) if self.num_gpus else {}
+        return {**super().environment, **gpus, "WINDLASS_PORT": str(_API_PORT), "CXX": "none"}
 
     def run(self, *arguments: str, timeout_s: float = 240.0) -> "subprocess.CompletedProcess[str]":
         """The exit code and the output of a command on the box."""
@@ -83,6 +88,18 @@ class BoxService:
 
     def __getitem__(self, name: str) -> BoxInstallation:
         return self.installations[name]
+
+    def declare_gpus(self, name: str, number: int) -> None:
+        """Lets a box have so many GPUs, which are pretended, and a profile of them, as if it had been measured.
+
+        They are so slow that the planner uses all. Their processes get a budget of host memory, of which a tiny model
+        uses little.
+        """
+        (self[name].home / SETTINGS_FILE).write_text(f"host_memory_gib = {2 * _HOST_MEMORY_GIB}\n")
+        machine = CPU.model_copy(update={"gpus": Gpus(count=number, memory_gib=2.0, tflops=0.001)})
+        save_hardware(machine, self[name].home / HARDWARE_FILE)
+        self.installations[name] = replace(self[name], num_gpus=number)
+        self.head = self[HEAD]
 
     @property
     def others(self) -> list[str]:

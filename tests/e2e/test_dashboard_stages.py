@@ -1,14 +1,18 @@
 """A job over several boxes on the dashboard: how each box used a step, and who waited for whom."""
 
+import dataclasses
+
+import pytest
 from playwright.sync_api import expect
 
 from tests.e2e.live_service import LiveService
 from tests.e2e.pages import OpenPage
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.actors.timeline.recorder import link_resource
-from windlass.actors.timeline.span_files import FOLDER, StepSpans, keep_step
+from windlass.actors.timeline.span_files import FOLDER, SIMULATED_FOLDER, StepSpans, keep_step
 from windlass.actors.timeline.summary import Timeline
 from windlass.service.jobs.spec_builder import job_dir
+from windlass.storage.sql.repositories.jobs import JobRepository
 
 HERE, THERE = "gpu-0/compute", "b1/gpu-0/compute"
 
@@ -116,6 +120,58 @@ def test_job_over_boxes_shows_each_box_the_links_and_who_waits(service: LiveServ
     expect(page.locator("#timeline-bars li")).to_have_text(["CPU computes50 %"])
     expect(page.locator("#timeline-boxes")).to_be_hidden()
     expect(page.locator("#timeline-each-box li")).to_have_count(0)
+
+
+def test_bars_of_each_box_stand_beside_those_of_its_plan(service: LiveService, open_page: OpenPage) -> None:
+    job_id = run_over_boxes(service)
+    with service.database.write() as session:
+        job = JobRepository(session).get(job_id)
+        JobRepository(session).set_fields(job_id, windlass={**job.windlass, "boxes": ["head", "attic", "cellar"]})
+    planned = step_of_two_boxes()
+    there = {"head/gpu-0/compute": 6.0, "cellar/gpu-0/compute": 3.0}
+    boxes = [{**box, "box": name} for box, name in zip(planned.summary["boxes"], ("head", "cellar"), strict=True)]
+    summary = {**planned.summary, "busy_s": there, "boxes": boxes, "period_s": 8.0}
+    folder = job_dir(service.settings, job_id) / "prepare" / SIMULATED_FOLDER
+    folder.mkdir(parents=True)
+    keep_step(folder, dataclasses.replace(planned, summary=summary))
+    page = open_page(f"#/jobs/{job_id}")
+    expect(page.locator("#timeline-bars li")).to_have_text(
+        [
+            "head",
+            "CPU computes40 % · 75 %",
+            "ssd-010 % · 0 %",
+            "attic",
+            "CPU computes80 % · 0 %",
+            "ssd-010 % · 0 %",
+            "cellar",
+            "CPU computes0 % · 38 %",
+            "between boxes",
+            "link attic to head5 % · 0 %",
+            "link head to attic10 % · 0 %",
+        ]
+    )
+    expect(page.get_by_label("head: CPU computes: planned share of the step")).to_have_js_property("value", 0.75)
+    expect(page.locator("#timeline-summary")).to_contain_text("Simulated, it takes 8 s.")
+    expect(page.locator("#plan-panel")).to_be_hidden()
+
+
+@pytest.mark.long
+def test_waiting_job_shows_its_planned_step_once_it_is_divided(service: LiveService, open_page: OpenPage) -> None:
+    job_id = service.queue()
+    with service.database.write() as session:
+        job = JobRepository(session).get(job_id)
+        JobRepository(session).set_fields(job_id, windlass={**job.windlass, "boxes": ["head", "attic"]})
+    service.wait_because(job_id, "its plan over the boxes head, attic is being made")
+    page = open_page(expected="404")
+    with page.expect_response(f"**/{job_id}/plan"):
+        page.click(f"[data-job={job_id}]")
+    expect(page.locator("#detail-reason")).to_contain_text("is being made")
+    expect(page.locator("#timeline-bars li")).to_have_count(0)
+    folder = job_dir(service.settings, job_id) / "prepare" / SIMULATED_FOLDER
+    folder.mkdir(parents=True)
+    keep_step(folder, step_of_two_boxes())
+    service.wait_because(job_id, "its files are to be copied to box attic")
+    expect(page.locator("#timeline-summary")).to_contain_text("10 s")
 
 
 def test_timeline_of_a_job_over_boxes_fits_a_phone(service: LiveService, open_page: OpenPage) -> None:

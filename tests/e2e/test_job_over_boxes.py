@@ -1,5 +1,6 @@
 """A job over several boxes, from the command to the model, over links that are cut and boxes that are killed."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.box_service import HEAD, BoxService, box_service
-from tests.e2e.installation import write_examples
+from tests.e2e.installation import make_tiny_model, write_examples
+from windlass.planner.stages.stages_plan import StagesPlan
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -56,6 +58,30 @@ def test_job_over_two_boxes_has_the_losses_of_one_and_its_model_is_on_the_head(
     while found := list(home.rglob(f"{job_id}*")):
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("gpus", [{HEAD: 2, "left": 1}, {HEAD: 1, "left": 2}], ids=["2-1", "1-2"])
+def test_job_over_boxes_with_other_numbers_of_gpus_has_the_losses_of_one(
+    tmp_path: Path, training_file: Path, gpus: dict[str, int]
+) -> None:
+    with box_service(tmp_path, "left") as boxes:
+        for name, number in gpus.items():
+            boxes.declare_gpus(name, number)
+        # So many that a box with two GPUs gets more than one with one.
+        make_tiny_model(boxes.head.home / "models" / "tiny", num_layers=6)
+        boxes.start_head()
+        boxes.join("left")
+        same = (*_JOB, "--batch-size", "4", "--epochs", "1", "--set", "num_microbatches=4", "--set", "lanes=2")
+        job_id = boxes.submit(training_file, *same, "--gpus", "auto", "--boxes", "2")
+        boxes.await_step(job_id, 1)
+        folder = boxes[HEAD].home / "jobs" / job_id / "prepare"
+        plan = StagesPlan.from_json(json.loads((folder / "stages.json").read_text()))
+        assert plan.ranks == tuple(gpus.values()), plan
+        boxes.await_success(job_id)
+        alone = boxes.submit(training_file, *same, "--gpus", "1", box=HEAD)
+        boxes.await_success(alone)
+        assert boxes.losses(job_id) == boxes.losses(alone)
+        assert model_of(boxes, job_id, "over") == model_of(boxes, alone, "alone")
 
 
 def test_job_goes_on_after_a_box_is_killed_and_after_its_link_is_cut(boxes: BoxService, training_file: Path) -> None:

@@ -128,7 +128,7 @@ def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tm
 def test_a_box_whose_runner_is_killed_ends_the_attempt_and_the_next_one_goes_on(
     boxes: list[Box], tmp_path: Path, victim: int
 ) -> None:
-    changes = CHANGES | {"total_steps": 40, "evaluate_every": None}
+    changes = CHANGES | {"total_steps": 20, "evaluate_every": None}
     one = run(tmp_path / "one", **changes)
     spec = job(tmp_path / "apart", lanes=1, **changes)
     specs = boxes_of(grouped(spec, 1), STAGES["2-3"])
@@ -143,7 +143,7 @@ def test_a_box_whose_runner_is_killed_ends_the_attempt_and_the_next_one_goes_on(
     else:
         assert outcomes == []
         assert "box 'north' was silent" in errors_of(specs[1])
-    assert num_steps(spec) < 40
+    assert num_steps(spec) < 20
 
     again = [dataclasses.replace(each, attempt=Attempt(2)) for each in specs]
     start(boxes, again, tmp_path / "again")

@@ -69,4 +69,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "lanes": 2,
         "placement": Placement(group_size=3, num_cached_params=2, device_blocks=(3,)),
     },
+    "lanes in one memory": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "lanes": 3,
+        "tied": True,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, group_size=2, num_cached_params=2),
+    },
 }

@@ -1,7 +1,8 @@
 """Simulates gradients that leave piece by piece while their layer is computed, as the real `StreamedGrads` does.
 
 A piece's gradient is complete when the backward pass has used its params. Its sum of earlier micro-batches comes back
-before, in the order of the pieces.
+before, in the order of the pieces. With several lanes, a lane begins without a sum, and the total comes at its end. So
+as many sums come as with one lane, and here they come at the same times.
 """
 
 import itertools
@@ -24,6 +25,7 @@ class GradPieces:
         # The rest after the last piece counts as a part of it.
         self._bounds = {block: (*gpu.world.bounds[block][:-1], numel) for block, numel in numels.items()}
         self._is_summed = context.spec.training.num_microbatches > 1
+        self._lanes, self._is_lane_sum = context.spec.training.lane_division, False
         pieces, rests = grad_piece_numels(
             [gpu.world.bounds[block] for block in numels], list(numels.values()), is_summed=self._is_summed
         )
@@ -38,6 +40,8 @@ class GradPieces:
             itemsize=gpu.world.grad_itemsize,
             summed_in_fp32=[block for shared in context.layout.shared for block in shared[1:]],
             is_summed=self._is_summed,
+            has_lanes=context.spec.training.lanes > 1,
+            chunk_numel=context.layout.chunk_numel,
         )
         gpu.allocate(GRADIENTS, needed_nbytes - nbytes // max(1, len(pieces)) * len(pieces))
         self._sums: dict[BlockIndex, list[Future]] = {}  # by block: the pieces that come back
@@ -46,6 +50,8 @@ class GradPieces:
 
     def begin(self, operation: ComputeBlock, microbatch: int) -> None:
         """Begins a micro-batch of a backward operation: sums of earlier ones come back."""
+        number = operation.group * self.world.context.plan.group_size + microbatch
+        self._is_lane_sum = self._lanes.lane_of(number) > 0 and not self._lanes.ends_lane(number)
         if self._is_summed and (operation.group or microbatch):
             pieces = list(itertools.pairwise(self._bounds[operation.block]))[::-1]
             self._sums[operation.block] = [self.world.clock.future() for _ in pieces]
@@ -61,7 +67,8 @@ class GradPieces:
             yield from self._buffers.take()
         start, stop = self._bounds[block][piece : piece + 2]
         self._num_leaving[block] += 1
-        self.world.clock.process(self._copy_out(operation, (stop - start) * self.world.grad_itemsize))
+        nbytes = (stop - start) * self.world.grad_itemsize
+        self.world.clock.process(self._copy_out(operation, nbytes, is_lane_sum=self._is_lane_sum))
 
     def all_left(self, block: BlockIndex | None = None) -> Process:
         """Waits until all pieces of a block are in host memory; None: of all blocks."""
@@ -74,9 +81,9 @@ class GradPieces:
             yield from self.gpu.copy_in(piece_nbytes, SpanKind.COPY_PARTIAL_IN, operation.step, operation.block)
             event.set_done()
 
-    def _copy_out(self, operation: ComputeBlock, nbytes: int) -> Process:
-        is_last = operation.group == self.world.context.plan.num_groups - 1
-        kind = SpanKind.COPY_GRAD_OUT if is_last else SpanKind.COPY_PARTIAL_OUT
+    def _copy_out(self, operation: ComputeBlock, nbytes: int, *, is_lane_sum: bool) -> Process:
+        is_partial = is_lane_sum or operation.group < self.world.context.plan.num_groups - 1
+        kind = SpanKind.COPY_PARTIAL_OUT if is_partial else SpanKind.COPY_GRAD_OUT
         yield from self.gpu.copy_out(nbytes, kind, operation.step, operation.block)
         self._buffers.give_back()
         self._num_leaving[operation.block] -= 1

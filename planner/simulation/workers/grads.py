@@ -52,9 +52,8 @@ class Grads:
         self._overlaid_blocks, self._num_overlaid = frozenset(plan.grad_overlaid_blocks), 0
         self._to_offload: Queue[ComputeBlock | _Partial] = Queue(clock)
         self._permits = Slots(clock, plan.num_grad_buffers)
-        whole = [
-            block for block in layout.blocks if block.index not in self.pieces.blocks and layout.is_own(block.index)
-        ]
+        elsewhere = self.pieces.blocks | self._overlaid_blocks
+        whole = [block for block in layout.blocks if block.index not in elsewhere and layout.is_own(block.index)]
         numels: dict[int, int] = {block.index: block.numel for block in whole}
         num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
         numbers = grad_buffers(numels, resident=self._resident, num_waiting=num_waiting)
@@ -66,6 +65,7 @@ class Grads:
             numbers,
             lanes=self._lanes,
             group_size=plan.group_size,
+            elsewhere=elsewhere,
         )
         # Sums of tied params are fp32, whatever type they travel in. Here buffers of the same size count as fp32 too.
         wide = {world.numels[block] for block in self._tied}
@@ -75,11 +75,11 @@ class Grads:
         self._flats = {
             numel: gpu.slots(GRADIENTS, self._flat_nbytes[numel], number) for numel, number in numbers.items()
         }
-        for block in self._overlaid_blocks:
-            gpu.allocate(GRADIENTS, -self._flat_nbytes[layout.blocks[block].numel])
         if gpu.rank == 0:  # for all ranks
-            world.allocate(MemoryTier.HOST, _PARTIALS, plan.partial_grads.nbytes + plan.open_lanes.nbytes)
+            nbytes = plan.partial_grads.nbytes + plan.open_lanes.nbytes + plan.num_ranks * plan.lane_sums.nbytes
+            world.allocate(MemoryTier.HOST, _PARTIALS, nbytes)
         self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them, on the device
+        self._num_leaving = 0  # sums that will be copied out, and have no slots yet
         self._left: dict[Use, SumPassed] = {}  # sums in host memory, for a group of this rank
         # The slots of sums, and of unfinished lanes, that the next rank takes at once.
         self._passing: tuple[Slots, Slots] | None = None
@@ -87,7 +87,7 @@ class Grads:
             sums, lanes = (Slots(clock, pool.num_slots) for pool in world.context.passing_pools(gpu.rank))
             self._passing = sums, lanes
         self._sums = GradSums(layout.shared, self._resident)
-        self._returning = ReturningSums(self._resident | self.pieces.blocks)
+        self._returning = ReturningSums(self._resident, self.pieces.blocks | self._overlaid_blocks)
         self._back: set[Use] = set()
         self._changed = Signal(clock)
         clock.process(self._run())
@@ -102,7 +102,8 @@ class Grads:
         """Takes note of a sum in host memory, which a group of this rank continues."""
         use = (message.user, message.block)
         self._left[use] = message
-        self._returning.left(use)
+        if not self._returning.takes_own_way(use):
+            self._returning.left(use)
         self._changed.notify()
 
     def release_slots(self, message: SumTaken) -> None:
@@ -115,30 +116,65 @@ class Grads:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
         if operation.block in self.pieces.blocks:
             yield from self._changed.until(lambda: not self._num_overlaid)
+            use, num_chunks = (operation.block, operation.block), len(self.world.chunk_keys[operation.block])
+            if operation.group > 0:
+                yield from self._changed.until(lambda: use in self._left)
             if operation.group == self.world.context.plan.num_groups - 1:
-                yield from self.world.grad_slots.take(len(self.world.context.layout.chunk_keys(operation.block)))
+                yield from self.world.grad_slots.take(num_chunks)
+                return
+            if self._passing is not None:
+                yield from self._changed.until(lambda: not self._num_leaving)  # slots have the order of operations
+                yield from self._passing[0].take(num_chunks)
+            if operation.group == 0 or self._passing is not None:
+                self._leaves_partial(operation.block, 1)
             return
         if operation.block in self._overlaid_blocks:
             yield from self.pieces.all_left()
+            yield from self._changed.until(lambda: not self._num_overlaid)
             self._num_overlaid += 1
         for block in operation.blocks:
             use = (operation.block, block)
             source = self._sums.begin(operation, block)
             if source is not SumSource.DEVICE and self._sums.needs_permit(use):
                 yield from self._permits.take()
-            if source is SumSource.HOST:
+            if source is SumSource.HOST and self._returning.takes_own_way(use):
+                self._overlaid_level(block, 1)
+                yield from self._changed.until(lambda use=use: use in self._left)  # type: ignore[misc]
+                if self._lanes.num_lanes == 1:
+                    yield from self._bring(operation, use, self._left.pop(use))
+            elif source is SumSource.HOST:
                 yield from self._take_back(use)
+            elif source is SumSource.NEW_BUFFER and self._returning.takes_own_way(use):
+                self._overlaid_level(block, 1)
             elif source is SumSource.NEW_BUFFER and block in self._resident:
                 self._stays(block, 1)
             elif source is SumSource.NEW_BUFFER:
                 yield from self._flat(block).take()
-            if use not in self._with_lane and self._lanes.needs_lane_sum(self._microbatches(operation)[1]):
+            is_beside = use in self._with_lane or self._returning.takes_own_way(use)
+            if not is_beside and self._lanes.needs_lane_sum(self._microbatches(operation)[1]):
                 self._with_lane.add(use)
                 yield from self._take_lane(block)
 
+    def bring_totals(self, operation: ComputeBlock) -> Process:
+        """Copies the total of earlier lanes in, and out and in between the lanes of a group, where the device has room
+        for one sum.
+
+        The real `SumBesideTotal` does it at the end of each lane. Here all copies come at the operation's end.
+        """
+        use = (operation.block, operation.block)
+        if operation.block not in self._overlaid_blocks or self._lanes.num_lanes == 1 or not _goes_backward(operation):
+            return
+        if use in self._left:
+            yield from self._bring(operation, use, self._left.pop(use))
+        lanes = {self._lanes.lane_of(microbatch) for microbatch in range(*self._microbatches(operation))}
+        for key in (len(lanes) - 1) * self.world.chunk_keys[operation.block]:
+            nbytes, step = self._partial_nbytes(key), operation.step
+            yield from self.gpu.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
+            yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+
     def num_added(self, operation: ComputeBlock) -> int:
         """Returns the elements of lanes that an operation adds to the totals."""
-        if operation.phase not in (Phase.HEAD, Phase.BACKWARD):
+        if not _goes_backward(operation):
             return 0
         numel = sum(self.world.numels[block] for block in operation.blocks)
         return self._lanes.num_added_lanes(*self._microbatches(operation)) * numel
@@ -155,14 +191,18 @@ class Grads:
     def queue_partial_sums(self, operation: ComputeBlock) -> None:
         """Offloads an operation's partial sums, which the next group will continue."""
         if operation.block in self.pieces.blocks:
+            self.world.clock.process(self._pass_pieces_on(operation))
             return
-        for use in self._sums.pass_on(operation):
+        uses = self._sums.pass_on(operation)
+        self._num_leaving += len(uses)
+        for use in uses:
             self._to_offload.put(_Partial(operation, use))
 
     def complete(self, operation: ComputeBlock) -> None:
         """Completes a block's gradient, by adding the sums of other operations that use its params, and offloads it."""
         block = operation.block
         if block in self.pieces.blocks:
+            self._end_reading(operation)
             self.world.clock.process(self._end_pieces(operation))
             return
         _, *others = self._sums.complete(block)
@@ -237,11 +277,22 @@ class Grads:
             for key in keys:
                 nbytes = world.grad_itemsize * world.chunk_numel(key)
                 yield from self.gpu.copy_out(nbytes, SpanKind.COPY_GRAD_OUT, request.step, key.block, key.chunk)
-            self._flat(request.block).give_back()
-            if request.block in self._overlaid_blocks:
-                self._num_overlaid -= 1
-                self._changed.notify()
+            self._free((request.block, request.block))
             self._copied(request, keys)
+
+    def _free(self, use: Use) -> None:
+        """Frees a buffer, or the memory of gradients in pieces where the sum was there."""
+        if self._returning.takes_own_way(use):
+            self._overlaid_level(use[1], -1)
+            self._num_overlaid -= 1
+            self._changed.notify()
+        else:
+            self._flat(use[1]).give_back()
+
+    def _overlaid_level(self, block: BlockIndex, number: int) -> None:
+        """Adds the sum of a block that lies in the memory of gradients in pieces to the level there."""
+        itemsize = PARTIAL_GRAD_ITEMSIZE if block in self._tied else self.world.grad_itemsize
+        self.gpu.level(GRADIENTS, number * self.world.numels[block] * itemsize)
 
     def _end_pieces(self, operation: ComputeBlock) -> Process:
         """Continues with a gradient in pieces when all have left, and the place to which it may spill is free."""
@@ -289,6 +340,22 @@ class Grads:
         self._returning.take(use)
         self._changed.notify()
 
+    def _pass_pieces_on(self, operation: ComputeBlock) -> Process:
+        """Passes a sum in pieces to the next group, when all pieces have left."""
+        block = operation.block
+        self._end_reading(operation)
+        yield from self.pieces.all_left(block)
+        self._pass_on(_Partial(operation, (block, block)), has_lane=False)
+
+    def _end_reading(self, operation: ComputeBlock) -> None:
+        """Frees the slots of the sum in pieces that an operation has continued."""
+        if operation.group > 0:
+            left = self._left.pop((operation.block, operation.block))
+            is_last = operation.group == self.world.context.plan.num_groups - 1
+            if is_last or self.world.context.plan.passes_sums_at_once:
+                self._leaves_partial(operation.block, -1)
+            self._tell_of_taken(operation, left)
+
     def _copy_out_partial(self, partial: _Partial) -> Process:
         _, block = partial.use
         if self._sums.needs_permit(partial.use):
@@ -297,12 +364,14 @@ class Grads:
         if self._passing is not None:
             for slots in self._passing[:num_flats]:
                 yield from slots.take(num_chunks)
+        self._num_leaving -= 1
+        self._changed.notify()
         self._leaves_partial(block, num_flats)
         for key in num_flats * self.world.chunk_keys[block]:
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.gpu.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         for _ in range(num_flats):
-            self._flat(block).give_back()
+            self._free(partial.use)
         self._with_lane.discard(partial.use)
         self._pass_on(partial, has_lane=num_flats > 1)
 
@@ -327,16 +396,20 @@ class Grads:
                 left = self._left.pop(use)
                 if left.lane is not None:
                     self._with_lane.add(use)
-                num_flats = self._num_flats(use)
-                for _ in range(num_flats):
+                for _ in range(self._num_flats(use)):
                     yield from self._flat(use[1]).take()
-                    for key in self.world.chunk_keys[use[1]]:
-                        nbytes, step = self._partial_nbytes(key), operation.step
-                        yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
-                self._leaves_partial(use[1], -num_flats)
-                self._tell_of_taken(operation, left)
+                yield from self._bring(operation, use, left)
             self._back.update(uses)
             self._changed.notify()
+
+    def _bring(self, operation: ComputeBlock, use: Use, left: SumPassed) -> Process:
+        """Copies sums of the group before to their buffers."""
+        num_flats = self._num_flats(use)
+        for key in num_flats * self.world.chunk_keys[use[1]]:
+            nbytes, step = self._partial_nbytes(key), operation.step
+            yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
+        self._leaves_partial(use[1], -num_flats)
+        self._tell_of_taken(operation, left)
 
     def _tell_of_taken(self, operation: ComputeBlock, left: SumPassed) -> None:
         """Tells the rank of the group before that its slots are free, if sums pass at once."""
@@ -354,3 +427,7 @@ class Grads:
         """Returns the bytes of a chunk's partial sum: in the type of gradients in transit, or fp32 for tied params."""
         itemsize = PARTIAL_GRAD_ITEMSIZE if key.block in self._tied else self.world.grad_itemsize
         return itemsize * self.world.chunk_numel(key)
+
+
+def _goes_backward(operation: ComputeBlock) -> bool:
+    return operation.phase in (Phase.HEAD, Phase.BACKWARD)

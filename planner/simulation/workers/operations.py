@@ -46,6 +46,7 @@ class Operations:
         self._grads = grads
         self._pieces = pieces
         self._edges, self._shared = edges, shared
+        self._completes_grads = gpu.name == gpu.world.context.grads_worker
         self._activations = Activations(gpu)
         self._away: dict[tuple[int, int, int], list[Away]] = {}  # by group, block and micro-batch of the group
         self._to_compute: Queue[ComputeBlock] = Queue(gpu.world.clock)
@@ -88,7 +89,7 @@ class Operations:
                 self._note(SpanKind.WAIT_BOX, operation, operation.block, start_s)
             computing = self._compute(operation, fetches)
             yield from self.gpu.compute.carry_out(computing, SpanKind(operation.phase), operation.step, operation.block)
-            self._note_end_of_step(operation)
+            self._note_end(operation)
             yield from self._shared.send_params(operation)
             for fetch in fetches:
                 self._feed.release(fetch)
@@ -124,9 +125,12 @@ class Operations:
     def _is_in_last_group(self, operation: ComputeBlock) -> bool:
         return operation.group == self.world.context.plan.num_groups - 1
 
-    def _note_end_of_step(self, operation: ComputeBlock) -> None:
+    def _note_end(self, operation: ComputeBlock) -> None:
+        if not self._completes_grads:
+            return
+        self.world.operation_ended()
         last = Phase.BACKWARD if self.world.shape.num_blocks > 1 else Phase.HEAD
-        if operation.block == 0 and operation.phase is last and self.gpu.name == self.world.context.grads_worker:
+        if operation.block == 0 and operation.phase is last:
             self.world.end_round(is_last=self._is_in_last_group(operation))
 
     def _note(self, kind: SpanKind, operation: ComputeBlock, block: int, start_s: float) -> None:
@@ -154,6 +158,7 @@ class Operations:
                 is_last = microbatch + 1 == num_microbatches
                 self._prefetch(operation.group, *((block - 1, 0) if is_last else (block, microbatch + 1)))
             yield from self._microbatch(operation, microbatch, self._compute_s(operation) / num_microbatches)
+        yield from self._grads.bring_totals(operation)
         if num_added := self._grads.num_added(operation):
             yield from world.spend(num_added / world.rates.device_added_params)
         if _goes_backward(operation) and self._is_in_last_group(operation):

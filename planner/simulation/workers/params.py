@@ -13,7 +13,7 @@ from windlass.actors.messages import (
     SpanKind,
 )
 from windlass.actors.ssd import ParamRequests
-from windlass.engine.memory_plan import Acquired, BlockBuffers, param_buffers
+from windlass.engine.memory_plan import Acquired, BlockBuffers, param_buffer_numels, param_buffers
 from windlass.planner.simulation import PARAMS, Future, Process, ProcessReturning, Queue, Signal, SimulatedGpu
 from windlass.storage.ids import BlockIndex, ChunkKey, Step
 
@@ -69,8 +69,12 @@ class ParamFeed:
         self._fetches: dict[tuple[int, BlockIndex], Fetch] = {}
         self._loads: dict[BlockIndex, _Load] = {}  # the last ones
         self._created = Signal(clock)
-        numbers = param_buffers(
+        self._numels = param_buffer_numels(
             [block.numel - self._first(block.index) for block in context.layout.blocks],
+            ends_share=context.plan.ends_share_params,
+        )
+        numbers = param_buffers(
+            self._numels,
             context.layout.shared,
             resident=(*context.formats.lent(context.plan.device_blocks), *context.layout.borrowed),
             num_ahead=context.spec.effective_ordering.max_prefetched,
@@ -143,11 +147,12 @@ class ParamFeed:
         is_resident = block in world.context.plan.device_blocks
         if (is_resident and not world.context.formats.derives_param) or block in world.context.layout.borrowed:
             return fetch  # params of another box have a buffer of their own
-        numel = world.numels[block] - self._first(block)
-        acquired = yield from self._acquire(numel, None if block in world.bounds else (block, request.step))
+        acquired = yield from self._acquire(
+            self._numels[block], None if block in world.bounds else (block, request.step)
+        )
         fetch.buffer = acquired.buffer
         if is_resident:
-            fetch.num_rounded = 0 if acquired.has_contents else numel
+            fetch.num_rounded = 0 if acquired.has_contents else world.numels[block] - self._first(block)
             return fetch
         if not acquired.has_contents:
             self._loads[block] = _Load(request, world.clock.future(), len(world.chunk_keys[block]))
@@ -173,17 +178,17 @@ class ParamFeed:
             self._ask(self._messages.of_chunks(load.request, missing))
 
     def _run_arrivals(self) -> Process:
-        world = self.world
+        world, bounds, chunk_numel = self.world, self.world.bounds, self.world.context.layout.chunk_numel
         while True:
             load, key, is_slot = yield from self._arrived.get()
             # Of a streamed block, only the elements after its pieces are copied here.
             numel = world.chunk_numel(key)
-            if key.block in world.bounds:
-                numel -= min(max(0, self._first(key.block) - key.chunk * world.context.layout.chunk_numel), numel)
+            if key.block in bounds:
+                numel -= min(max(0, self._first(key.block) - key.chunk * chunk_numel), numel)
             nbytes = world.param_itemsize * numel
             if nbytes:
                 yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, load.request.step, key.block, key.chunk)
-            if is_slot and key.block in world.bounds:
+            if is_slot and key.block in bounds:
                 load.held.append(key)
             elif is_slot:
                 self._ask(self._messages.copied(load.request, (key,)))

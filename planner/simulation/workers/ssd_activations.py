@@ -121,6 +121,8 @@ class SsdActivations:
             self._level_of_slots([part], -1)
             self._take_buffers(-1)
             swap.num_missing -= 1
+            if not swap.num_missing:
+                swap.parts = []  # parts refer to the tensor: only the garbage collector would free them
             self._changed.notify()
             self._hand_out_buffers()
 

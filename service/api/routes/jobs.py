@@ -269,12 +269,12 @@ def _check_boxes(context: Context, session: Session, asked: int | list[str] | No
 def _check_move(context: Context, session: Session, job: Job, asked: int | list[str]) -> None:
     """Raises ApiError if a job cannot go on on these boxes."""
     why: str | None = None
-    rows = {box.node: box for box in BoxRepository(session).all(node_of(context.settings.home))}
-    if not is_over_boxes(job) and _number_of(asked) > 1 and job.node in rows:
-        name = rows[job.node].name
-        why = f"the job is on box {name}, and stays there: only a job on the head's own box can go on over others"
+    rows: dict[str | None, Box] = {row.node: row for row in BoxRepository(session).all(node_of(context.settings.home))}
+    box = rows.get(job.node) if MirrorRepository(session).is_taken(job.id) else None
+    if box is not None and not is_over_boxes(job) and _number_of(asked) > 1:
+        why = f"the job is on box {box.name}, and stays there: only a job on the head's own box can go on over others"
     elif (plan := _division_of(context.settings, job)) is not None:
-        why = _why_not_over(job, plan, asked, {box.name: box for box in rows.values()})
+        why = _why_not_over(job, plan, asked, {row.name: row for row in rows.values()})
     if why is not None:
         raise ApiError(f"windlass.boxes: {why}", param="windlass.boxes", code="invalid_value")
 

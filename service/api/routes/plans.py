@@ -12,14 +12,22 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
-from windlass.actors.timeline import SIMULATED_FOLDER, held_steps, load_step, names_of_boxes, trace_of
+from windlass.actors.timeline import SIMULATED_FOLDER, StepSpans, held_steps, load_step, names_of_boxes, trace_of
 from windlass.planner.hardware import Hardware, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import CallerDep, Context, ContextDep, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here, node_of
-from windlass.service.jobs import MachineResources, hypothetical_request, job_dir, plans_of, settings_of_plan, view_of
+from windlass.service.jobs import (
+    MachineResources,
+    hypothetical_request,
+    is_over_boxes,
+    job_dir,
+    plans_of,
+    settings_of_plan,
+    view_of,
+)
 from windlass.service.machine import check_gpus, measured_hardware
 from windlass.service.preparation import (
     PLAN_JOB,
@@ -115,22 +123,30 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
 
 @router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
 def get_plan(context: ContextDep, caller: CallerDep, job_id: str) -> dict[str, Any]:
-    """Returns the job's current plan, the measured values, and its earlier plans."""
+    """Returns the job's current plan, the measured values, and its earlier plans.
+
+    A job over several boxes has a simulated step and measured values only.
+    """
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
         measured = EventRepository(session).last_measured(job_id)
     check_is_here(context.settings, job)
     plans = plans_of(context.settings, job)
     plan = plans[-1] if plans else None
-    if plan is None and measured is None:
+    simulated = _simulated_step(context.settings, job_id) if is_over_boxes(job) else None
+    if plan is None and measured is None and simulated is None:
+        why = "it is not validated yet, or this machine was not measured (`windlass doctor`) when it was"
+        if is_over_boxes(job):
+            why += "; a job over several boxes may also wait for its boxes to be chosen, or have no simulated step"
         raise ApiError(
-            f"job {job_id} has no plan: it is not validated yet, or this machine was not measured (`windlass doctor`) "
-            "when it was",
+            f"job {job_id} has no plan: {why}",
             status=404,
             code="plan_not_found",
         )
     earlier = [{**asdict(each.report), **_correction_of(each)} for each in plans[:-1]]
     shown = {**view_of(plan, measured), **_correction_of(plan), "before": earlier}
+    if simulated is not None:
+        shown["simulated"] = {"step_s": simulated.summary["period_s"], "summary": simulated.summary}
     return {"object": "fine_tuning.job.plan", "job_id": job_id, **shown}
 
 
@@ -140,9 +156,7 @@ def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) ->
     with context.database.read() as session:
         job = JobRepository(session, caller.only_of).get(job_id)
     check_is_here(context.settings, job)
-    folder = job_dir(context.settings, job_id) / "prepare" / SIMULATED_FOLDER
-    held = held_steps(folder)
-    found = load_step(folder, held[-1]) if held else None
+    found = _simulated_step(context.settings, job_id)
     if found is None:
         raise ApiError(
             f"job {job_id} has no simulated timeline: it has no plan, or the simulation would have taken too long",
@@ -152,6 +166,13 @@ def get_planned_timeline(context: ContextDep, caller: CallerDep, job_id: str) ->
     about = {"job_id": job_id, "simulated": True, "summary": found.summary}
     boxes = names_of_boxes(found.summary)
     return JSONResponse(trace_of(found.spans, begins_s=found.start_s, about=about, levels=found.levels, boxes=boxes))
+
+
+def _simulated_step(settings: Settings, job_id: str) -> StepSpans | None:
+    """Returns the step that was simulated for a job's plan, None if there is none."""
+    folder = job_dir(settings, job_id) / "prepare" / SIMULATED_FOLDER
+    held = held_steps(folder)
+    return load_step(folder, held[-1]) if held else None
 
 
 def _correction_of(plan: JobPlan | None) -> dict[str, Any]:

@@ -31,7 +31,10 @@ class Parts:
     name: str
     # Sockets that keep ports for the next attempts of parts, by the job and the attempt before.
     _ports: dict[tuple[str, int], socket.socket] = field(default_factory=dict)
-    _unlike: Collection[str] = ()  # the jobs of which the head has another division, or none
+    # The jobs of which the head has another plan over the boxes, or none, as its last answer says.
+    _unlike: Collection[str] = ()
+    # Why the new divisions of jobs could not be stored, by job.
+    _not_stored: dict[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         """Frees the ports."""
@@ -53,6 +56,7 @@ class Parts:
                     port = self._port_of(part)
                 except LinkPortError as error:
                     told = str(error)
+            told = self._not_stored.get(part.job_id, told)
             reports[part.job_id] = PartReport(
                 position=part.position,
                 state=PartState(part.state),
@@ -74,19 +78,19 @@ class Parts:
             for job_id, order in orders.items()
             if job_id in known and order.plan != stages_digest(self.settings, job_id)
         }
+        self._not_stored = {job_id: why for job_id, why in self._not_stored.items() if job_id in self._unlike}
         for part in known.values():
             if part.job_id not in orders:
                 self._remove(part)
             elif part.state == PartState.COPYING.value:
                 self._take(part, orders[part.job_id])
-            elif self._is_of_another_plan(part, orders[part.job_id]):
+            elif self._may_copy_again(part) and self._is_unlike(orders[part.job_id], part.job_id):
                 self._copy_again(part)
             elif orders[part.job_id].division is not None:
                 self._keep_division(part, orders[part.job_id])
         for job_id, order in orders.items():
             link = None if order.link is None else order.link.model_dump(mode="json")
-            is_unlike = order.plan is not None and job_id in self._unlike
-            if is_unlike and order.link is not None and order.link.move is None:
+            if self._is_unlike(order, job_id) and order.link is not None and order.link.move is None:
                 # The attempt is of a division that this box has not got yet: the head sends it with its next answer.
                 link = None
             before = known.get(job_id)
@@ -119,11 +123,14 @@ class Parts:
         """Returns the plan of a part with states, if the head has another one."""
         return told_stages(self.settings, part.job_id) if part.served and part.job_id in self._unlike else None
 
-    def _is_of_another_plan(self, part: JobPart, order: PartOrder) -> bool:
-        """Returns whether a part that has no states yet was planned anew since its files were copied."""
-        if order.plan is None or part.served or part.state != PartState.READY.value:
-            return False
-        return stages_digest(self.settings, part.job_id) != order.plan
+    def _is_unlike(self, order: PartOrder, job_id: str) -> bool:
+        """Returns whether the head has another plan of a job than this box. A head that was restored may have none."""
+        return order.plan is not None and job_id in self._unlike
+
+    @staticmethod
+    def _may_copy_again(part: JobPart) -> bool:
+        """Returns whether a part has no states yet, so that the job may have been planned anew."""
+        return not part.served and part.state == PartState.READY.value
 
     def _keep_division(self, part: JobPart, order: PartOrder) -> None:
         """Stores the division to which the job's states have been moved."""
@@ -132,7 +139,9 @@ class Parts:
             after = StagesPlan.from_json(told)
             if before is None or before.layout_epoch < after.layout_epoch:
                 keep_told_stages(self.settings, part.job_id, told)
+            self._not_stored.pop(part.job_id, None)
         except (OSError, ValueError) as error:
+            self._not_stored[part.job_id] = f"box {self.name} cannot store its new division: {error}"
             _LOG.warning("its new division cannot be stored: %s", error, extra=about(part.job_id))
 
     def _copy_again(self, part: JobPart) -> None:
@@ -162,6 +171,7 @@ class Parts:
         with self.database.write() as session:
             parts = PartRepository(session)
             parts.want(part.job_id, self._node, attempt=0, link=None, is_over=True)
+            parts.copy_again(part.job_id, self._node)  # some of its files may be gone if the head wants it again
             now = parts.find(part.job_id, self._node)
         if now is not None and now.state != PartState.RUNNING.value:
             _remove_all_of(self.database, self.settings, now)

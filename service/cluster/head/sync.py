@@ -218,7 +218,7 @@ class _Syncing:
             if told.division is None:
                 return PartState.COPYING, told.told  # it tells its division with the next call
             if before is not None and now is not None and before.layout_epoch < now.layout_epoch:
-                return PartState.COPYING, "its new division is sent"  # it has moved since
+                return PartState.COPYING, told.told or "its new division is sent"  # it has moved since
             return PartState.LOST, f"box {box.name} has a part of another division of the job"
         return PartState.COPYING, told.told  # it was planned anew since
 

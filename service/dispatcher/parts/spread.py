@@ -5,19 +5,18 @@ job on one box is here only until its states have moved to or from others.
 """
 
 import logging
-import shutil
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.orm import Session
 
-from windlass.actors.timeline import SIMULATED_FOLDER
 from windlass.planner.stages import PairRate, StagesPlan
-from windlass.service.dispatcher import AskStages, Runners, fail_job
+from windlass.service.dispatcher import AskStages, Boxes, Runners, fail_job, had_attempt
 from windlass.service.dispatcher.parts.links import link_config, move_of, new_links, with_move
-from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity
+from windlass.service.dispatcher.placement import JoinedBox, MachineCapacity, Wait
 from windlass.service.installation import Settings, about, link_host_of, node_of
 from windlass.service.jobs import (
     BoxKind,
@@ -34,6 +33,7 @@ from windlass.service.jobs import (
     job_dir,
     keep_next_stages,
     keep_plan_request,
+    keep_simulated,
     keep_stages,
     next_stages_of,
     stages_of,
@@ -66,6 +66,7 @@ UNKNOWN_PARTS = (
     "its boxes are not known, because the service was restored from a backup that is older than its division, and not "
     "all of them have told of their parts yet; `windlass restart` begins it again from its newest exported model"
 )
+_NO_ADDRESS = "the head's address for jobs over several boxes is not known; set cluster_host"
 _ADOPTED = (
     "Goes on with the division that its boxes have: the service was restored from a backup that is older than that"
 )
@@ -74,10 +75,15 @@ _ADOPTED = (
 @dataclass(slots=True)
 class _Planning:
     job_id: str
+    asked: Mapping[str, Any]  # the job's settings, which also say over how many boxes
     boxes: Sequence[JoinedBox]  # of which the plan chooses
     work_dir: Path
     preparation: Preparation
     plan: StagesPlan | None = None  # once it is made; it may be for other boxes than the job waits for
+
+    def is_for(self, job: Job, pool: Sequence[JoinedBox]) -> bool:
+        """Returns whether the plan is by a job's settings, and all boxes of which it chooses are among these."""
+        return self.asked == job.windlass and {box.node for box in self.boxes} <= {box.node for box in pool}
 
 
 @dataclass(slots=True)
@@ -90,7 +96,7 @@ class SpreadJobs:
     resources: MachineResources
     ask: AskStages
     look: Callable[[], MachineCapacity]  # at this box
-    choose: Callable[[str, Sequence[str]], None]  # makes boxes those of a job
+    boxes: Boxes
     _planning: _Planning | None = None
     _ports: dict[str, socket.socket] = field(default_factory=dict)  # kept for the attempts of jobs
 
@@ -99,6 +105,11 @@ class SpreadJobs:
         if self._planning is not None and self._planning.job_id not in keep:
             self._planning.preparation.stop()
             self._planning = None
+
+    def drop_plan_of(self, job_id: str) -> None:
+        """Ends the planning of a job that does not go on with it."""
+        if self._planning is not None and self._planning.job_id == job_id:
+            self.drop(keep=())
 
     def close(self) -> None:
         """Ends the planner process."""
@@ -111,12 +122,15 @@ class SpreadJobs:
         """Plans a job over as many boxes as these and the head's own, and gives each its part.
 
         The plan chooses the boxes from the first of `pools`; if none of them fit, from the next. If they are not
-        `boxes`, the job gets its parts once it may begin on them. Returns why the job waits, None if it has failed.
+        `boxes`, the job gets its parts once it may begin on them. Returns why the job waits, None if it has failed or
+        was paused.
         """
+        if had_attempt(job, self.boxes.parts_of(job.id)):
+            return "it has states, and was resumed just now"  # the next pass goes on with its division
         planning = self._planning
         if planning is not None and planning.job_id != job.id:
             return "its plan over several boxes is made after that of another job"
-        if planning is not None and not {box.node for box in planning.boxes} <= {box.node for box in pools[-1]}:
+        if planning is not None and not planning.is_for(job, pools[-1]):
             self.drop(keep=())
             planning = None
         try:
@@ -130,18 +144,16 @@ class SpreadJobs:
             if error.code == "does_not_fit" and len(planning.boxes) < len(pools[-1]):
                 planning = self._planning = self._begin(job, len(boxes), pools[-1])
             else:
-                self._fail(job, error.code, error.message, error.param)
-                return None
+                return self._fail(job, pools[-1], error.code, error.message, error.param)
         except (OSError, ValueError) as error:
-            self._fail(job, "invalid_value", f"it cannot be planned over its boxes: {error}")
-            return None
+            return self._fail(job, pools[-1], "invalid_value", f"it cannot be planned over its boxes: {error}")
         if planning.plan is not None:
             others = planning.plan.boxes[1:]
             if set(others) == {box.name for box in boxes}:
                 self.drop(keep=())
-                self._keep(job, boxes, planning.plan)
+                self._keep(job, planning, boxes, planning.plan)
             else:
-                self.choose(job.id, others)
+                self.boxes.choose(job.id, others)
         names = [HEAD_NAME, *(box.name for box in planning.boxes)]
         some = f"{len(boxes) + 1} of " if len(names) > len(boxes) + 1 else ""
         return f"its plan over {some}{'the boxes' if len(names) > 1 else 'box'} {', '.join(names)} is being made"
@@ -160,11 +172,25 @@ class SpreadJobs:
         if not number and here.hardware is not None:  # so that its plan on one box is corrected and renewed, as others
             keep_plan_request(self.settings, job, request.on(request.boxes[0], here.hardware))
         work_dir = job_dir(self.settings, job.id) / "prepare" / "stages.partial"
-        return _Planning(job.id, boxes, work_dir, self.ask(work_dir, request))
+        return _Planning(job.id, job.windlass, boxes, work_dir, self.ask(work_dir, request))
 
-    def _fail(self, job: Job, code: str, message: str, param: str | None = None) -> None:
+    def _fail(
+        self, job: Job, boxes: Sequence[JoinedBox], code: str, message: str, param: str | None = None
+    ) -> str | None:
+        """Ends a job that cannot be planned over these boxes, or keeps its parts. Then it returns why the job waits.
+
+        A job that was divided, and then resumed with these boxes, is paused, and has its boxes from then on.
+        """
+        if self.boxes.rule_out(job, boxes, message) or had_attempt(job, self.boxes.parts_of(job.id)):
+            return f"it cannot be planned over other boxes than its own: {message}"
+        parts, before = self.boxes.parts_of(job.id), stages_of(self.settings, job.id)
+        are_there = {part.node for part in parts} <= {box.node for box in self.boxes.by_name.values()}
+        if parts and before is not None and are_there and self.boxes.are_of(parts, before):
+            self._refuse(job, before, message)
+            return None
         with self.database.write() as session:
             fail_job(session, job, code, message, param)
+        return None
 
     def _rates(self, boxes: Sequence[JoinedBox]) -> list[PairRate]:
         """Returns the measured rates between the boxes of which a plan chooses."""
@@ -180,85 +206,111 @@ class SpreadJobs:
     def _poll(self, planning: _Planning) -> StagesPlan | None:
         """Returns the plan, None if it is not made yet. Raises PreparationError if none can be made."""
         results = planning.preparation.poll()
-        if results is None:
-            return None
-        timeline = planning.work_dir.parent / SIMULATED_FOLDER  # of the newest plan, or none
-        shutil.rmtree(timeline, ignore_errors=True)
-        if (made := planning.work_dir / SIMULATED_FOLDER).exists():
-            made.rename(timeline)
-        shutil.rmtree(planning.work_dir, ignore_errors=True)
-        return stages_of_answer(results[PLAN_STAGES])
+        return None if results is None else stages_of_answer(results[PLAN_STAGES])
 
-    def _keep(self, job: Job, boxes: Sequence[JoinedBox], plan: StagesPlan) -> None:
+    def _keep(self, job: Job, planning: "_Planning", boxes: Sequence[JoinedBox], plan: StagesPlan) -> None:
+        """Makes a plan the job's first division, in place of one with which it never began."""
         by_name, fields = {box.name: box for box in boxes}, fields_of_stages(job, plan)
+        # Before the rows say so, because the boxes fetch it. Without the rows, its earlier parts are not in force.
         if plan.is_over_several:
-            keep_stages(self.settings, job.id, plan)  # before the rows say so, because the boxes fetch it
+            keep_stages(self.settings, job.id, plan)
         else:
             forget_stages(self.settings, job.id)  # it may have been divided before its boxes left; it has no states
             fields |= fields_on_one_box(self.settings, job, plan)
         with self.database.write() as session:
             _check_asks_the_same(session, job)
-            parts = PartRepository(session)
-            for position, stage in enumerate(plan.stages):
-                if position:
-                    parts.add(job.id, by_name[stage.box].node, position=position, state=PartState.COPYING)
+            parts, given = PartRepository(session), {by_name[stage.box].node for stage in plan.stages[1:]}
+            for part in parts.of_job(job.id):
+                if part.node not in given:
+                    parts.place(job.id, part.node, None)
+            for position, stage in enumerate(plan.stages[1:], start=1):
+                parts.give(job.id, by_name[stage.box].node, position=position)
             JobRepository(session).set_fields(job.id, seen=job, **fields)
             for note in plan.notes:
                 EventRepository(session).add(job.id, attempt=0, message=note, level="warn")
             divided = f"Divided over {len(plan.stages)} boxes" if plan.is_over_several else "Planned on one box"
             EventRepository(session).add(job.id, attempt=0, message=f"{divided}: {_told(plan)}")
+        keep_simulated(self.settings, job.id, planning.work_dir)
         _LOG.info("divided over %d boxes", len(plan.stages), extra=about(job.id))
 
     # --- another division ---------------------------------------------------------------------------------------------
 
+    def wait_for_division(self, job: Job) -> Wait | None:
+        """Goes on with the division of a waiting job over boxes. Returns why the job waits for it, or None."""
+        parts = self.boxes.parts_in_force(job)
+        if had_attempt(job, parts):
+            wait = self.redivide(job, parts, *self.boxes.wanted_of(job, parts))
+            return wait or self.why_no_attempt(job, parts)
+        return self.why_no_attempt(job, parts) if parts else None
+
     def redivide(
         self, job: Job, parts: Sequence[JobPart], wanted: int | Sequence[str], pool: Sequence[JoinedBox] | str
-    ) -> str | None:
+    ) -> Wait | None:
         """Goes on with a new division of a job that asks for other boxes than it has, until all have a part.
 
         `wanted`: the number of boxes, or their names. `pool`: the other boxes of which the plan may choose, or why
-        there are none. Returns why the job waits: "" if it was paused, None if the next attempt may begin. That moves
+        there are none. Returns why the job waits, also if it was paused; None if the next attempt may begin. That moves
         the states if `next_stages_of` has a division.
         """
         try:
             before, after = self._division(job, parts), next_stages_of(self.settings, job.id)
         except (OSError, ValueError) as error:
-            return f"it cannot be read which blocks it has: {error}"
+            return Wait(reason=f"it cannot be read which blocks it has: {error}")
         if before is None or len(parts) < len(before.stages) - 1:
-            return None  # see `adopt`
+            return None  # see `why_no_attempt`
         if after is not None and (_is_over(after, wanted) or is_moved(self.settings, job.id, after)):
             return self._give_next(job, parts, after)
         if after is not None:
             self._give_up(job, before)
-            return "its new division is given up; the states are where they were"
+            return Wait(reason="its new division is given up; the states are where they were", is_soon=True)
         if _is_over(before, wanted):
-            return None if before.is_over_several else self._stay_on_one_box(job)
-        if isinstance(pool, str):
+            self.drop_plan_of(job.id)
+            if not before.is_over_several:
+                self._stay_on_one_box(job)
+            return None
+        found = self._pool(job, before, wanted, pool)
+        if isinstance(found, str):
+            self.drop_plan_of(job.id)  # other jobs do not wait for it
+            return Wait(reason=found)
+        return self._plan_next(job, before, wanted if isinstance(wanted, int) else len(wanted), found)
+
+    @staticmethod
+    def _pool(
+        job: Job, before: StagesPlan, wanted: int | Sequence[str], pool: Sequence[JoinedBox] | str
+    ) -> Sequence[JoinedBox] | str:
+        """Returns the boxes of which a new plan may choose, or why there are too few."""
+        if isinstance(pool, str) or not isinstance(wanted, int):
             return pool
-        if isinstance(wanted, int):
-            if not chooses_gpus(job):
-                pool = [box for box in pool if box.resources.why_too_many(before.num_ranks) is None]
-            if len(pool) < wanted - 1:
-                gpus = count_text(before.num_ranks, "GPU")
-                return f"it asks for {wanted} boxes with {gpus} each, and {len(pool) + 1} are open to it"
+        if wanted == 1:
+            return ()
+        if not chooses_gpus(job):
+            pool = [box for box in pool if box.resources.why_too_many(before.num_ranks) is None]
+        if len(pool) >= wanted - 1:
+            return pool
+        gpus = count_text(before.num_ranks, "GPU")
+        return f"it asks for {wanted} boxes with {gpus} each, and {len(pool) + 1} are open to it"
+
+    def _plan_next(self, job: Job, before: StagesPlan, number: int, pool: Sequence[JoinedBox]) -> Wait:
+        """Goes on with the plan of a new division over so many boxes. Pauses the job if there is none."""
+        if self._planning is not None and not self._planning.is_for(job, pool):
+            self.drop_plan_of(job.id)  # a box has left, or its owner has asked for others
         planning = self._planning
         if planning is not None and planning.job_id != job.id:
-            return "its new plan over several boxes is made after that of another job"
-        number = wanted if isinstance(wanted, int) else len(wanted)
+            return Wait(reason="its new plan over several boxes is made after that of another job", is_soon=True)
         try:
             if planning is None:
-                others = pool if number > 1 else ()
-                planning = self._planning = self._begin(job, number - 1, others, before=before)
+                planning = self._planning = self._begin(job, number - 1, pool, before=before)
             elif (plan := self._poll(planning)) is not None:
                 self.drop(keep=())
-                self._keep_next(job, before, plan)
+                self._keep_next(job, planning, before, plan)
         except (PreparationError, OSError, ValueError) as error:
             self.drop(keep=())
             why = error.message if isinstance(error, PreparationError) else str(error)
             self._refuse(job, before, why)
-            return ""
+            return Wait(reason="")
         names = ", ".join([HEAD_NAME, *(box.name for box in planning.boxes)])
-        return f"its new plan over {f'{number} of the boxes' if number > 1 else 'box'} {names} is being made"
+        some = f"{number} of the boxes" if number > 1 else "box"
+        return Wait(reason=f"its new plan over {some} {names} is being made", is_soon=True)
 
     def _division(self, job: Job, parts: Sequence[JobPart]) -> StagesPlan | None:
         """Returns the division in which a job's blocks are, None if it is not known."""
@@ -266,14 +318,13 @@ class SpreadJobs:
             return None  # this home was restored from a backup, and the boxes tell the division
         return division_of(self.settings, job)
 
-    def _stay_on_one_box(self, job: Job) -> str:
+    def _stay_on_one_box(self, job: Job) -> None:
         """Makes a job that is on one box, and is to be, an ordinary one."""
         with self.database.write() as session:
             _check_asks_the_same(session, job)
             JobRepository(session).set_fields(job.id, seen=job, windlass={**job.windlass, "boxes": None})
-        return ""
 
-    def _keep_next(self, job: Job, before: StagesPlan, plan: StagesPlan) -> None:
+    def _keep_next(self, job: Job, planning: _Planning, before: StagesPlan, plan: StagesPlan) -> None:
         """Stores a new division. The old one stays in force. Raises ValueError if the bits would not be the same."""
         fields_of_stages(job, plan)
         if (plan.num_ranks, plan.update_order) != (before.num_ranks, before.update_order):
@@ -291,24 +342,25 @@ class SpreadJobs:
             EventRepository(session).add(job.id, attempt=job.attempt, message=message)
         if not before.is_over_several:  # it may have none stored, or one of another time; boxes fetch it with the files
             keep_stages(self.settings, job.id, before)
+        keep_simulated(self.settings, job.id, planning.work_dir, is_next=True)
         keep_next_stages(self.settings, job.id, replace(plan, layout_epoch=before.layout_epoch + 1))
         _LOG.info("to be divided anew over %d boxes", len(plan.stages), extra=about(job.id))
 
-    def _give_next(self, job: Job, parts: Sequence[JobPart], after: StagesPlan) -> str | None:
+    def _give_next(self, job: Job, parts: Sequence[JobPart], after: StagesPlan) -> Wait | None:
         """Gives a part to each box of a new division that has none. Returns why the job waits, None if all have one."""
         with self.database.read() as session:
             by_name = {box.name: box for box in BoxRepository(session).all(node_of(self.settings.home))}
         held, last = {part.node for part in parts}, max((part.position for part in parts), default=0)
         for name in after.boxes[1:]:
             if (box := by_name.get(name)) is None:
-                return f"box {name}, which is to get a part of it, has left; resume it with other --boxes"
+                return Wait(reason=f"box {name}, which is to get a part of it, has left; resume it with other --boxes")
             if box.node in held:
                 continue
             with self.database.write() as session:
                 if PartRepository(session).find(job.id, box.node) is not None:
-                    return f"box {name} is still removing the part of it that it had"
+                    return Wait(reason=f"box {name} is still removing the part of it that it had")
                 PartRepository(session).add(job.id, box.node, position=last + 1, state=PartState.COPYING)
-            return f"its files are to be copied to box {name}"
+            return Wait(reason=f"its files are to be copied to box {name}")
         return None
 
     def _give_up(self, job: Job, before: StagesPlan) -> None:
@@ -338,26 +390,34 @@ class SpreadJobs:
                 windlass={**job.windlass, "boxes": names if before.is_over_several else None},
             )
 
-    def adopt(self, job: Job, parts: Sequence[JobPart]) -> str | None:
-        """Lets a divided job's row say what its plan says, as it does unless this home was restored from a backup.
+    # --- attempts -----------------------------------------------------------------------------------------------------
 
-        Returns why the job waits, or None.
+    def why_no_attempt(self, job: Job, parts: Sequence[JobPart]) -> Wait | None:
+        """Returns why no attempt of a divided job can begin until a person has mended something, or None.
+
+        The job's row gets the numbers of its division if it has others.
         """
-        plan = stages_of(self.settings, job.id)
-        if plan is None or len(parts) < len(plan.stages) - 1:
-            return UNKNOWN_PARTS
+        with self.database.read() as session:
+            now = PartRepository(session).of_job(job.id)
+        if _places(now) != _places(parts):  # an attempt of this pass has moved its states
+            return Wait(reason="its boxes have changed", is_soon=True)
+        plan, after = stages_of(self.settings, job.id), next_stages_of(self.settings, job.id)
+        if plan is None or not self.boxes.are_of(parts, plan, after):
+            return Wait(reason=UNKNOWN_PARTS)
+        if link_host_of(self.settings) is None:
+            return Wait(reason=_NO_ADDRESS)
         try:
             fields = fields_of_stages(job, plan)
         except ValueError as error:
-            return str(error)
-        if fields["hyperparameters"] == job.hyperparameters:
-            return None
-        with self.database.write() as session:
-            JobRepository(session).set_fields(job.id, seen=job, **fields)
-            EventRepository(session).add(job.id, attempt=job.attempt, message=_ADOPTED, level="warn")
-        return _ADOPTED
-
-    # --- attempts -----------------------------------------------------------------------------------------------------
+            return Wait(reason=str(error))
+        if fields["hyperparameters"] != job.hyperparameters:
+            with self.database.write() as session:
+                JobRepository(session).set_fields(job.id, seen=job, **fields)
+                if max((part.served for part in parts), default=0) > job.attempt:
+                    # The boxes have the division since attempts that the database does not know.
+                    EventRepository(session).add(job.id, attempt=job.attempt, message=_ADOPTED, level="warn")
+            return Wait(reason="its row gets the numbers of its division", is_soon=True)
+        return None
 
     def new_attempt(self, job: Job, boxes: Sequence[JoinedBox], parts: Sequence[JobPart]) -> Sequence[PartLink]:
         """Returns how the boxes reach each other in a job's next attempt, the head first.
@@ -366,7 +426,7 @@ class SpreadJobs:
         """
         host = link_host_of(self.settings)
         if host is None:
-            raise ReportedError("the head's address for jobs over several boxes is not known; set cluster_host")
+            raise ReportedError(_NO_ADDRESS)
         self._free_port(job.id)
         kept = self._ports[job.id] = reserve_link_port(host, self.settings.link_port_range)
         addresses: dict[BoxName, tuple[str, int]] = {link_name_of_head(): (host, kept.getsockname()[1])}
@@ -391,7 +451,15 @@ class SpreadJobs:
             if has != is_wanted or part.link is not None:  # with a link, nothing was decided since the last attempt
                 attempt = last + 1 if is_wanted else 0
                 with self.database.write() as session:
+                    # Its owner, or another dispatcher, may have decided otherwise since it was read.
+                    JobRepository(session).check_held(job)
+                    if JobRepository(session).get(job.id).status is not job.status:
+                        raise StatusConflict(job.id, job.status, "changed meanwhile")
                     PartRepository(session).want(job.id, part.node, attempt=attempt, link=None, is_over=False)
+
+    def free(self, job: Job) -> None:
+        """Frees the boxes of a job that its owner has paused, perhaps while they were reserved for it."""
+        self.reserve(job, self.boxes.parts_of(job.id), is_wanted=False)
 
     @staticmethod
     def want(session: Session, job: Job, attempt: int, parts: Sequence[JobPart], links: Sequence[PartLink]) -> None:
@@ -421,6 +489,10 @@ class SpreadJobs:
     def _free_port(self, job_id: str) -> None:
         if (kept := self._ports.pop(job_id, None)) is not None:
             kept.close()
+
+
+def _places(parts: Sequence[JobPart]) -> Sequence[tuple[str, int]]:
+    return [(part.node, part.position) for part in parts]
 
 
 def _is_over(plan: StagesPlan, wanted: int | Sequence[str]) -> bool:

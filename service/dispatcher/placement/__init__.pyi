@@ -31,4 +31,9 @@ from windlass.service.dispatcher.placement.queue_policy import Queued as Queued
 from windlass.service.dispatcher.placement.queue_policy import Turn as Turn
 from windlass.service.dispatcher.placement.queue_policy import decide as decide
 from windlass.service.dispatcher.placement.queue_policy import in_turn as in_turn
+from windlass.service.dispatcher.placement.reasons import Placing as Placing
+from windlass.service.dispatcher.placement.reasons import Wait as Wait
+from windlass.service.dispatcher.placement.reasons import in_short as in_short
+from windlass.service.dispatcher.placement.reasons import sentence as sentence
+from windlass.service.dispatcher.placement.reasons import told_boxes as told_boxes
 from windlass.service.dispatcher.placement.restoration import Restoration as Restoration

@@ -38,17 +38,17 @@ def simple_work(num_blocks: int, compute_s: float, swapped_nbytes: dict[int, Seq
     return Work(compute_s=seconds, swapped_nbytes=swapped_nbytes or {})
 
 
-def layers_of(*modules: Sequence[int], num_norms: int, num_blocks: int) -> ModelLayout:
+def layers_of(*modules: Sequence[int], num_norms: int, num_blocks: int, head_numel: int = CHUNK) -> ModelLayout:
     """Layers with matrices of the given numbers of elements in each module, and norms.
 
-    Embedding and head have one chunk each.
+    The embedding has one chunk, and the head `head_numel` elements.
     """
     params: list[ParamSlice] = []
     numels = [(f"{m}.{i}", numel, True) for m, module in enumerate(modules) for i, numel in enumerate(module)]
     for name, numel, decay in (*numels, ("norm.weight", num_norms, False)):
         offset = sum(param.numel for param in params)
         params.append(ParamSlice(name=name, shape=(numel,), offset=offset, numel=numel, decay=decay))
-    plain = make_layout(*[CHUNK] * num_blocks, chunk_numel=CHUNK)
+    plain = make_layout(*[CHUNK] * (num_blocks - 1), head_numel, chunk_numel=CHUNK)
     layers = [BlockLayout(BlockIndex(b), f"layers.{b}", tuple(params)) for b in range(1, num_blocks - 1)]
     return ModelLayout((plain.blocks[0], *layers, plain.blocks[-1]), {}, CHUNK, plain.shared)
 

@@ -216,7 +216,11 @@ def _summing(recording: Recording, num_ranks: int) -> Iterator[tuple[JobId, list
             device = opened.enter_context(_opened())
             flats = DeviceBuffers(device, {(_SUM_NUMEL, torch.float32): 2}, name="sums")
             spans = SpanRecorder(GPU_WORKER, spec.job, lambda *_: None)
-            partials = PartialGrads(context, device, flats, TensorArena(memory), spans, send, rank=rank)
+
+            def take(_: object, *buffer: Any, flats: DeviceBuffers = flats) -> torch.Tensor:
+                return flats.take(*buffer)
+
+            partials = PartialGrads(context, device, take, TensorArena(memory), spans, send, rank=rank)
             ranks.append(_Summing(device, flats, partials))
             threads.append(threading.Thread(target=partials.run, daemon=True))
             threads[-1].start()

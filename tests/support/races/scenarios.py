@@ -26,6 +26,7 @@ from windlass.actors.messages import ComputeBlock, UpdateBlock
 from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device.cuda_streams import CudaStream
+from windlass.engine.memory_plan import buffer_counts
 from windlass.engine.memory_plan import plan as memory_plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement
@@ -34,6 +35,7 @@ from windlass.storage.ids import Precision
 Scenario = Callable[[Path, Recording], None]
 
 _SLOT_NBYTES = 4096
+_TOTAL_PART_NUMEL = 1000  # so that a total comes in several parts
 _DEADLINE_S = 20.0
 MODES: dict[str, dict[str, Any]] = {
     **JOBS,
@@ -47,6 +49,13 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": Precision.FP16},
     "poisoned": {"precision": Precision.BF16, "poison_released": True},
     "ranks": {"precision": Precision.BF16, "num_ranks": 2, "num_microbatches": 3},
+    "ranks in pieces": {
+        "precision": Precision.BF16,
+        "num_ranks": 2,
+        "num_microbatches": 4,
+        "lanes": 2,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True),
+    },
     "ranks in rounds": {
         "clip_norm": 0.5,
         "tied": True,
@@ -155,6 +164,7 @@ def reports_of(
         # The check computes in its calling thread, on a device of its own.
         patch.setattr(gpu_worker, "check_architecture", lambda *_: None)
         patch.setattr(memory_plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
+        patch.setattr(buffer_counts, "_TOTAL_PART_NUMEL", _TOTAL_PART_NUMEL)
         if dropped is not None:  # what is left out can also fail a thread
             patch.setattr(threading, "excepthook", lambda _: None)
         with recorded(dropped, quiet_s=quiet_s) as recording, contextlib.redirect_stderr(io.StringIO()):

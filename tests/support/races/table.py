@@ -75,6 +75,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "StreamedGrad._open: self._buffers.device.compute.wait": "job: streamed gradients",
         "StreamedGrad._fill: stream.wait": "job: streamed gradients",
         "StreamedGrad._fill: stream.wait (2)": "job: streamed gradients",
+        "StreamedGrad._merge: compute.wait": "job: lanes in one memory",
         "StreamedGrad._store: device.compute.wait": "job: streamed gradients",
         "StreamedGrad._store: stream.wait": "job: streamed gradients",
         "StreamedGrad._store: device.compute.record": "job: streamed gradients",
@@ -82,6 +83,23 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "StreamedGrad._copy: stream.record": "job: streamed gradients",
         "StreamedGrad._copy: stream.record (2)": "job: streamed gradients",
         "StreamedGrad._copy: stream.then": "job: streamed gradients",
+    },
+    "engine/pieces/beside_total.py": {
+        "SumBesideTotal.__init__: self._device.compute.record": "job: lanes in one memory",
+        "SumBesideTotal.finish: self._h2d.wait": "job: lanes in one memory",
+        "SumBesideTotal.finish: self._h2d.then": "job: ranks in pieces",
+        "SumBesideTotal._add_part: self._h2d.wait": "job: lanes in one memory",
+        "SumBesideTotal._add_part: self._h2d.record": "job: lanes in one memory",
+        "SumBesideTotal._add_part: self._h2d.record (2)": "job: lanes in one memory",
+        "SumBesideTotal._add_part: self._h2d.then": "job: lanes in one memory",
+        "SumBesideTotal._add_part: self._device.compute.wait": "job: lanes in one memory",
+        "SumBesideTotal._add_part: self._device.compute.record": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._d2h.wait": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._device.compute.record": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._d2h.record": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._d2h.record (2)": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._d2h.then": "job: lanes in one memory",
+        "SumBesideTotal._put_aside: self._device.compute.wait": "job: lanes in one memory",
     },
     "engine/model/streamed_params.py": {
         "PieceBuffers.__init__: device.compute.record": "part: pieces",
@@ -150,6 +168,8 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "ParamFeed.release: self._device.compute.then": "job: streamed",
     },
     "actors/gpu_worker/streamed_grads.py": {
+        "StreamedGrads._when_moved: self._buffers.h2d.then": "job: ranks in pieces",
+        "StreamedGrads._when_moved: self._buffers.d2h.then": "job: ranks in pieces",
         "StreamedGrads.then: self._buffers.then": "job: streamed gradients",
     },
     "actors/gpu_worker/worker.py": {
@@ -188,11 +208,15 @@ _HOST_SLOTS = "the callback holds names of slots in host memory; a load has tens
 _QUEUE = "puts a part in a queue"
 _NOT_SHOWN = "the tensor is held elsewhere too, unless it is dropped during its copy, which no scenario does"
 _OTHERS_BETWEEN = "in jobs other users have the memory between two uses of a buffer, and their end is waited for"
+_LATER_COPY = "in jobs another copy precedes the buffer's next one on its stream, and waits for a later store"
 
 # By file and call: the reason.
 NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
     "engine/device/overlaid_buffers.py": {
         "OverlaidBuffers.take: stream.wait (2)": _OTHERS_BETWEEN,
+    },
+    "engine/pieces/grad_pieces.py": {
+        "StreamedGrad._merge: compute.record": _LATER_COPY,
     },
     "engine/device/streams.py": {
         "DirectStream.wait: event.wait": _CPU,

@@ -1,11 +1,19 @@
 """The promises of `benchmarks.planner`, and the comparison with the results."""
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks.planner import pace as pace_module
 from benchmarks.planner.benchmark import (
     Result,
     add_choices,
@@ -17,10 +25,11 @@ from benchmarks.planner.benchmark import (
 )
 from benchmarks.planner.case import Predicted, only, predict, question_of
 from benchmarks.planner.cases import CASES, QUICK_CASES
-from benchmarks.planner.pace import Pace, blocks_s, planned_blocks_s
+from benchmarks.planner.pace import Pace, PaceProbe
 from benchmarks.planner.plan_times import PlanTime, shell_times
-from benchmarks.planner.run import JOB_FILE, Measured, planned_spec
+from benchmarks.planner.run import JOB_FILE, Measured, planned_spec, stopped, without_pauses
 from benchmarks.planner.swaps import QUICK_SWAPS, SWAPS, Swap, add_swaps
+from tests.support.planner.profiles import make_job
 from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
@@ -84,11 +93,11 @@ def test_errors_are_of_what_was_predicted() -> None:
 
 
 def result_of(measured: Measured, *, slowdown: float) -> Result:
-    pace = Pace(planned_s=1.0, before_s=slowdown - 0.1, after_s=slowdown + 0.1)
+    pace = Pace(planned_s=1.0, meanwhile_s=slowdown, standard_error=0.02, num_rounds=7)
     return Result(case=CASES[0], predicted=PREDICTED, measured=measured, pace=pace)
 
 
-def test_errors_of_steps_are_told_at_the_pace_around_the_job_and_as_they_are() -> None:
+def test_errors_of_steps_are_told_at_the_pace_of_the_job_and_as_they_are() -> None:
     measured = Measured(step_s=2.5, device_nbytes=100, arena_nbytes=200, ssd_nbytes=400)
     report = Tables()
     results = [result_of(measured, slowdown=1.25), result_of(measured, slowdown=1.0)]
@@ -97,7 +106,69 @@ def test_errors_of_steps_are_told_at_the_pace_around_the_job_and_as_they_are() -
     assert ratios["step_error_max"] == ratios["step_error_raw_max"] == pytest.approx(0.25)
     assert report.rows[0][5:8] == ("+25.0%", "1.250", "+0.0%")
     add_paces(report, results)
-    assert report.rows[-1] == (CASES[0].title, "1.000", "0.900", "1.100")
+    assert report.rows[-1] == (CASES[0].title, "1.000", "1.000", "2.0%", "7")
+
+
+def test_time_in_which_a_job_is_stopped_does_not_count() -> None:
+    measured = Measured(start_s=10.0, end_s=20.0, step_s=5.0)
+    pauses = [(5.0, 9.0), (9.5, 11.0), (12.0, 14.0), (19.0, 23.0)]  # four seconds of them within the steps
+    assert without_pauses(measured, pauses).step_s == pytest.approx(3.0)
+    assert without_pauses(measured, []).step_s == 5.0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_nothing_of_a_job_goes_on_while_the_pace_is_measured(tmp_path: Path) -> None:
+    counting = "import sys\nnumber = 0\nwhile True:\n    number += 1\n    open(sys.argv[1], 'w').write(str(number))"
+    file = tmp_path / "number"
+    with subprocess.Popen([sys.executable, "-c", counting, str(file)], text=True) as process:
+        try:
+            wait_until(lambda: file.exists() and file.read_text() > "1")
+            seen: list[str] = []
+
+            def look_twice() -> None:
+                for _ in range(2):
+                    time.sleep(0.05)
+                    seen.append(file.read_text())
+
+            since_s, until_s = stopped(process, look_twice)
+            assert seen[0] == seen[1]
+            assert until_s - since_s >= 0.1
+            wait_until(lambda: file.read_text() not in ("", seen[1]))
+        finally:
+            process.kill()
+
+
+def test_pace_of_a_job_that_ended_before_it_was_measured_is_that_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Bench:
+        """Blocks that take one second more in each round."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self._num_rounds = 0
+
+        def round(self) -> float:
+            self._num_rounds += 1
+            return float(self._num_rounds)
+
+        def times_of(self, rounds: list[float]) -> Any:
+            times = SimpleNamespace(forward_s=fmean(rounds), backward_s=0.0)
+            return SimpleNamespace(times={0: times}, standard_error=0.0)
+
+    monkeypatch.setattr(pace_module, "BlockBench", Bench)
+    question = question_of(QUICK_CASES[0], MACHINE)
+    monkeypatch.setattr(pace_module, "_planned_s", lambda _: 2.0)
+    probe = PaceProbe(question, make_job())
+    assert probe.pace(1.0, 2.0) == Pace(planned_s=2.0, meanwhile_s=2.5, standard_error=0.0, num_rounds=2)
+    probe.measure()
+    within = probe.pace(0.0, float("inf"))
+    assert (within.meanwhile_s, within.num_rounds) == (4.0, 1)
 
 
 def test_planned_tiers_are_counted_by_blocks_and_layers() -> None:
@@ -126,7 +197,12 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
     assert spec.host_memory_nbytes == found.arena_nbytes
     assert len(spec.placement.activations) == case.num_layers
     assert spec.training.total_steps == 4
-    assert blocks_s(question, job) == pytest.approx(planned_blocks_s(job), rel=2.0)
+    probe = PaceProbe(question, job)
+    probe.measure()
+    probe.measure()
+    pace = probe.pace(0.0, float("inf"))
+    assert pace.num_rounds == 2
+    assert pace.slowdown == pytest.approx(1.0, rel=2.0)
 
 
 def test_longest_plan_counts() -> None:

@@ -157,8 +157,11 @@ export class Detail {
 
   /** Reads the plan again after a change of status or attempt, because either may bring a new plan. */
   async #readPlan({ job }) {
-    const state = `${job.id} ${job.status} ${job.windlass.attempt}`;
-    if (!job.windlass.has_plan || this.#planOf === state) return;
+    // A job that waits for its boxes is divided when they are chosen. It then waits for another reason.
+    const reason = isOverBoxes(job) && job.status === "queued" ? job.windlass.waiting_reason : "";
+    const state = `${job.id} ${job.status} ${job.windlass.attempt} ${reason}`;
+    // A job over boxes has a division, and no plan of one box. The answer then has the division's simulated step.
+    if ((!job.windlass.has_plan && !isOverBoxes(job)) || this.#planOf === state) return;
     this.#planOf = state;
     try {
       const plan = await api.getPlan(job.id);
@@ -185,12 +188,10 @@ export class Detail {
     const { id } = this;
     const entry = this.#jobs.get(id);
     const isMeasured = entry?.timeline != null;
-    // A job over boxes has a division, and no plan of one box.
-    const isOverBoxes = entry?.job.windlass.settings.boxes != null;
     noteLanes("Reading…");
     try {
       const [planned, measured] = await Promise.all([
-        this.#plan?.simulated || isOverBoxes ? plannedTrace(id) : null,
+        this.#plan?.simulated || (entry && isOverBoxes(entry.job)) ? plannedTrace(id) : null,
         isMeasured ? api.getTrace(api.timelineUrl(id)) : null,
       ]);
       if (this.id !== id) return;
@@ -378,6 +379,8 @@ function describe(name, { x, y }) {
   if (x.length === 0) return "";
   return `${name} from ${format.loss(y[0])} at step ${x[0]} to ${format.loss(y.at(-1))} at step ${x.at(-1)}.`;
 }
+
+const isOverBoxes = (job) => job.windlass.settings.boxes != null;
 
 /** Returns the simulated step's trace; null if none was made. */
 async function plannedTrace(id) {

@@ -116,7 +116,8 @@ export const isOnCpu = (steps) =>
  */
 export function byBox(resources, steps) {
   const names = [...resources].sort();
-  const boxes = steps.find((step) => step?.boxes)?.boxes.map(({ box }) => box) ?? [];
+  // The measured step may be of other boxes than the planned one: the states have been moved since.
+  const boxes = [...new Set(steps.flatMap((step) => step?.boxes?.map(({ box }) => box) ?? []))];
   if (boxes.length === 0) return [{ box: null, title: null, resources: names }];
   const isOf = (box) => (name) => name.startsWith(`${box}/`);
   const groups = boxes.map((box) => ({ box, title: box, resources: names.filter(isOf(box)) }));

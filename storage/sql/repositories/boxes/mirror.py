@@ -159,13 +159,20 @@ class MirrorRepository:
 
         `here`: the head's own home, to which the job then belongs again.
         """
-        takes = [each for each in self._boxes.instructions_about(job_id) if each.kind == Instruction.TAKE]
+        takes = self._takes(job_id)
         if not takes:
             return False
         for each in takes:
             self._boxes.withdraw(each.ordinal)
         values = {"node": here, "lease_holder": None, "waiting_reason": None}
         return execute_change(self._session, update(Job).where(Job.id == job_id, Job.attempt == 0).values(values)) == 1
+
+    def is_taken(self, job_id: str) -> bool:
+        """Returns whether the box to which a job was given has it, so that it stays there. See `take_back`."""
+        return not self._takes(job_id)
+
+    def _takes(self, job_id: str) -> Sequence[BoxInstruction]:
+        return [each for each in self._boxes.instructions_about(job_id) if each.kind == Instruction.TAKE]
 
     def request(
         self,

@@ -83,6 +83,11 @@ class PartRepository:
             self._session.add(JobPart(job_id=job_id, node=node, position=position, state=state.value))
             self._session.flush()
 
+    def give(self, job_id: str, node: str, *, position: int) -> None:
+        """Gives a box a part of a job that never began, in place of one of an earlier plan."""
+        self.add(job_id, node, position=position, state=PartState.COPYING)
+        self._change(job_id, node, position=position, state=PartState.COPYING.value, attempt=0, link=None)
+
     def remove(self, job_id: str, node: str | None = None) -> None:
         """Removes a part, or all parts of a job."""
         mine = JobPart.job_id == job_id if node is None else (JobPart.job_id == job_id) & (JobPart.node == node)

@@ -16,6 +16,7 @@ from windlass.actors.timeline.recorder import SpanRecorder
 from windlass.actors.worker_policy.grad_sums import Use, leaving_sums
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
+from windlass.engine.device.streams import Stream
 from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
@@ -48,7 +49,11 @@ class Bench:
         device = Device(torch.device("cpu"), poison_released=True, token=self.token)
         planned = {(numel, dtype): 3 for numel in NUMELS for dtype in (torch.float32, torch.bfloat16)}
         flats = DeviceBuffers(device, planned, name="gradients")
-        self.partials = PartialGrads(context, device, flats, TensorArena(memory), self.spans, self._send, rank=rank)
+
+        def take(use: Use, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+            return flats.take(numel, dtype, stream)
+
+        self.partials = PartialGrads(context, device, take, TensorArena(memory), self.spans, self._send, rank=rank)
         self.thread = threading.Thread(target=self.partials.run, daemon=True)
         self.thread.start()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.actors.moving_job import ONE_BOX, MovingJob
+from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on
 from tests.support.cut_off import CutOff
 from tests.support.training import has_direct_io, leftovers_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
@@ -16,6 +16,7 @@ from windlass.actors.messages import Message, UpdateStep
 from windlass.actors.runtime.moving.local_move import move_locally
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import ActorName, Precision, StatePrecision
+from windlass.storage.store.decisions import Decision, DecisionLog
 
 CHANGES: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "total_steps": 4, "evaluate_every": None}
 
@@ -61,3 +62,28 @@ def test_a_job_on_one_then_two_three_and_one_boxes_has_the_bits_of_one(tmp_path:
         assert sum(each.nbytes for each in moved.blocks) > 0
     train(moving)
     Run.of(moving.spec).assert_equals(one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_decided", [pytest.param(False, id="given up"), pytest.param(True, id="decided")])
+def test_an_attempt_frees_the_stores_that_a_cut_off_move_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_decided: bool
+) -> None:
+    moving = MovingJob(grouped(job(tmp_path / "moving", lanes=1, **CHANGES), 2), STAGES["2-3"])
+    train(moving, 3)
+    moves, append = moving.moves(STAGES["4-1"]), DecisionLog.append
+
+    def cut_off(log: DecisionLog, decision: Decision) -> None:
+        if is_decided:
+            append(log, decision)
+        raise CutOff
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecisionLog, "append", cut_off)
+        with pytest.raises(CutOff):
+            move_locally(moves, moving.layout, direct=has_direct_io(tmp_path))
+    assert epochs_on(moves) == [{0, 1}] * 2
+    if is_decided:
+        moving.moved(STAGES["4-1"])
+    train(moving, 4)
+    assert epochs_on(moves) == [{int(is_decided)}] * 2

@@ -225,7 +225,7 @@ def test_gpu_streams_report_results_from_their_own_threads(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["groups", "lanes", "gradients in one memory"])
+@pytest.mark.parametrize("job", ["groups", "lanes", "gradients in one memory", "lanes in one memory"])
 def test_boxes_with_gpu_streams_share_an_embedding(
     tmp_path: Path, expected: Callable[[str], Result], job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
 """The start of a job's actors: the modules that each imports, and its device."""
 
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from windlass.actors.ssd import param_server
 from windlass.engine.device import device_choice, malloc
 from windlass.engine.model import partition
 from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
+from windlass.storage.integrity.errors import StoreIoError
 
 MODELS = "transformers.modeling_utils"
 
@@ -65,6 +68,21 @@ def test_each_gpu_worker_gets_its_rank_and_device(monkeypatch: pytest.MonkeyPatc
     for rank in range(2):
         building.start_actor(gpu_worker_name(rank), context, None, print, local=local)
     assert made == [(0, "cuda:1"), (1, "cuda:3")]
+
+
+@pytest.mark.parametrize(("error", "is_closed"), [(StoreIoError("SSD x: no write"), False), (ValueError(), True)])
+def test_ssd_server_starts_although_the_space_of_other_layouts_cannot_be_freed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_closed: bool
+) -> None:
+    """After an error that is not the SSD's, the space is closed."""
+    made: list[ActorName] = []
+    monkeypatch.setattr("windlass.actors.ssd.server.SsdServer", lambda name, *_, **__: made.append(name))
+    monkeypatch.setattr("windlass.actors.ssd.SsdServer", lambda name, *_, **__: made.append(name))
+    space, context = MagicMock(), MagicMock()
+    space.free_other_epochs.side_effect = error
+    with pytest.raises(ValueError) if is_closed else nullcontext():
+        building.start_actor(ssd_name(0), context, None, print, space=space)
+    assert (made, space.close.called) == ([] if is_closed else [ssd_name(0)], is_closed)
 
 
 def test_param_server_is_started_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,23 @@ def test_sums_return_once_all_of_an_operation_have_left() -> None:
     assert returning.begin() == (operation(HEAD, 1), [use(HEAD, HEAD), use(HEAD, 0)])
 
 
+def test_sums_that_take_a_way_of_their_own_do_not_return_ahead() -> None:
+    """The head's own sum does, and the one that it leaves for the embedding does not."""
+    returning = ReturningSums((), own_ways=(HEAD, 0))
+    assert [returning.takes_own_way(each) for each in (use(HEAD, HEAD), use(HEAD, 0), use(1, 1))] == [
+        True,
+        False,
+        False,
+    ]
+    for block in (HEAD, 1, 0):
+        returning.expect(operation(block, 1))
+    for each in (use(HEAD, 0), use(1, 1)):
+        returning.left(each)
+        assert returning.begin()[1] == [each]
+        returning.take(each)
+    assert not returning.is_due
+
+
 def test_sums_of_the_next_operation_return_when_those_before_are_taken() -> None:
     returning = ReturningSums(())
     for block in (HEAD, 1):

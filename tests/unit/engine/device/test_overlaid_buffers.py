@@ -52,15 +52,23 @@ def test_a_user_waits_for_the_others_and_its_work_for_theirs(device: Device) -> 
     threading.Timer(0.05, copied.set).start()
     flat = overlaid.take(HEAD, 500, torch.float32, device.compute)
     assert copied.is_set()
-    other = overlaid.take(HEAD, 500, torch.bfloat16, device.compute)
+    assert overlaid.enter(HEAD) == []
     overlaid.give(flat, device.compute)
     assert not overlaid.has(flat)
     with pytest.raises(TimeoutError):
         overlaid.enter(LAYERS)
-    overlaid.give(other, device.compute)
+    overlaid.leave({1: device.compute.record()})
     assert len(overlaid.enter(LAYERS)) == 2
     assert overlaid.enter(LAYERS) == []
-    assert other.isnan().all()
+    assert flat.isnan().all()
+
+
+def test_a_sum_has_the_first_buffer_and_parts_of_a_total_no_sum(device: Device) -> None:
+    overlaid = OverlaidBuffers(device, {LAYERS: [], HEAD: [(500, torch.float32)] * 3}, name="gradients")
+    flat = overlaid.take(HEAD, 500, torch.float32, device.compute)
+    assert flat is overlaid.buffers[HEAD][0]
+    with pytest.raises(AssertionError, match="5 has one buffer for a sum"):
+        overlaid.take(HEAD, 500, torch.float32, device.compute)
 
 
 def test_the_start_of_a_buffer_is_released_instead_of_it(device: Device) -> None:

@@ -66,3 +66,15 @@ def test_numbers_rounded_to_lanes_make_them_equal(least: int, num_lanes: int, ex
     assert rounded_to_lanes(least, num_lanes) == expected
     lanes = LaneDivision(num_lanes, expected)
     assert len({len(lanes.microbatches(lane)) for lane in range(num_lanes)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_microbatches", "group_size", "most", "has_long"),
+    [(1, 4, 4, 1, False), (4, 4, 1, 1, False), (4, 4, 4, 4, False), (2, 4, 2, 1, True), (3, 4, 4, 3, True)],
+)
+def test_lanes_of_a_group_are_counted(
+    num_lanes: int, num_microbatches: int, group_size: int, most: int, has_long: bool
+) -> None:
+    division = LaneDivision(num_lanes, num_microbatches)
+    assert division.most_lanes_in_group(group_size) == most
+    assert division.has_long_lane is has_long

@@ -90,6 +90,15 @@ class AwayStore(MemoryStore):
         super().drop(handle)
 
 
+class Sums(GradBuffer):
+    """Sums that are added without memory beside them: a job has `ADDED_NUMEL` elements for that, for all operations."""
+
+    def add(self, name: str, offset: int, grad: torch.Tensor) -> None:
+        flat = grad.reshape(-1)
+        with _disable_current_modes():
+            super().add(name, offset, flat)
+
+
 def predicted(case: Case) -> dict[Where, int]:
     """The predicted peak of live bytes in each operation of a step."""
     partition = Partition(build_meta_model(case.config(), case.precision))
@@ -131,7 +140,7 @@ def go_through(case: Case, watch: Watch, *, num_steps: int) -> None:
         for b in run.layout.blocks:
             touched = [param.name for param in b.params] if case.is_summed else []
             dtype = torch.float32 if b.index in in_fp32 else case.grad_dtype
-            run.grads[b.index] = GradBuffer(torch.zeros(b.numel, dtype=dtype), touched)
+            run.grads[b.index] = Sums(torch.zeros(b.numel, dtype=dtype), touched)
         run.lend(BlockIndex(block), with_grads=direction is not Pass.FORWARD)
         watch((direction, block), lambda: work(BlockIndex(block)))
         run.take_back(BlockIndex(block))

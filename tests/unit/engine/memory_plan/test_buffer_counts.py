@@ -7,9 +7,12 @@ from windlass.engine.lanes.lane_division import LaneDivision
 from windlass.engine.memory_plan.buffer_counts import (
     grad_buffers,
     grad_buffers_of_job,
+    grad_overlay_of_job,
+    overlay_nbytes,
     param_buffers,
     rounded_numel,
     rounding_nbytes,
+    streamed_grads_nbytes,
     summed_in_fp32,
 )
 from windlass.storage.ids import Formats, Precision, StatePrecision
@@ -117,6 +120,23 @@ def test_lanes_have_sums_beside_the_totals() -> None:
     assert whole_lanes == {(50, 4): 2, (10, 4): 4, (60, 4): 2}
     cut_lanes = buffers(TIED, **fp32 | {"num_groups": 4}, lanes=LaneDivision(2, 4), group_size=1)
     assert cut_lanes == {(50, 4): 4, (10, 4): 6, (60, 4): 2}
+
+
+def test_sums_in_the_memory_of_pieces_have_no_lane_beside_them() -> None:
+    lanes = LaneDivision(2, 4)
+    options: dict[str, Any] = {"itemsize": 4, "summed_in_fp32": (), "resident": (), "num_groups": 2}
+    options |= {"num_grad_buffers": 1, "lanes": lanes, "group_size": 2, "elsewhere": range(6)}
+    assert grad_buffers_of_job(NUMELS, OWN, **options) == {}
+    # The head's sum for the embedding: a total and a lane.
+    assert grad_buffers_of_job(NUMELS, TIED, **options) == {(50, 4): 2}
+    pieces = dict.fromkeys(range(1, 5), (0, 6, 9))
+    users = grad_overlay_of_job(NUMELS, pieces, (0, 5), itemsize=4, summed_in_fp32=(), is_summed=True, has_lanes=True)
+    assert users[0] == [(50, 4)] * 3  # a sum, and two parts of a total, which are small
+    assert users[None] == [(6 + 1024, 4)] * 3 + [(1 + 1024, 4)] * 2
+    sizes = {"itemsize": 4, "summed_in_fp32": (), "is_summed": True, "has_lanes": True}
+    nbytes = streamed_grads_nbytes(NUMELS, pieces, (0, 5), chunk_numel=3, **sizes)
+    in_one_memory = overlay_nbytes([numel * size for numel, size in buffers] for buffers in users.values())
+    assert nbytes == in_one_memory + 4 * 9  # three chunks, for their norms
 
 
 def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:

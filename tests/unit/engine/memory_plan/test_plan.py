@@ -353,6 +353,42 @@ def test_groups_that_end_inside_of_lanes_take_two_slots_for_each_use_of_a_chunk(
     assert found.arena_nbytes == whole.arena_nbytes + 2 * 17 * 4 * CHUNK
 
 
+@pytest.mark.parametrize(
+    ("num_lanes", "num_ranks", "group_size", "num_slots"),
+    [
+        (1, 2, 1, 0),
+        (4, 4, 1, 0),  # a lane has one micro-batch, and a group one lane
+        (2, 2, 2, 3),  # a layer's lane waits between micro-batches
+        (4, 2, 2, 4),  # the total of embedding or head waits between lanes
+        (2, 1, 4, 4),
+    ],
+)
+def test_lanes_in_pieces_take_slots_for_one_operation_of_each_gpu_worker(
+    num_lanes: int, num_ranks: int, group_size: int, num_slots: int
+) -> None:
+    placement = Placement(group_size=group_size, streamed_blocks=(1, 2, 3, 4), streams_grads=True)
+    found = plan(num_microbatches=4, num_lanes=num_lanes, num_ranks=num_ranks, placement=placement)
+    assert found.lane_sums.num_slots == num_slots
+    assert found.lane_sums.offset == found.open_lanes.offset + found.open_lanes.nbytes
+    assert found.activations.offset == found.lane_sums.offset + num_ranks * num_slots * 4 * CHUNK
+    assert found.grad_overlaid_blocks == (0, 5)
+    whole = plan(
+        num_microbatches=4,
+        num_lanes=num_lanes,
+        num_ranks=num_ranks,
+        placement=replace(placement, streams_grads=False),
+    )
+    assert whole.lane_sums.num_slots == 0
+    # Sums that pass at once: those of two layers, or of the head and a layer that begins while the head's are read.
+    num_passed = whole.partial_grads.num_slots, found.partial_grads.num_slots
+    if num_lanes == 1:
+        assert num_passed == (17, 17)  # they wait for a further round
+    else:
+        assert num_passed == ((num_ranks - 1) * 2 * 3, (num_ranks - 1) * (4 + 3))
+    num_more = num_ranks * num_slots + num_passed[1] - num_passed[0]
+    assert found.arena_nbytes == whole.arena_nbytes + num_more * 4 * CHUNK
+
+
 def test_an_empty_group_is_refused() -> None:
     with pytest.raises(PlanError, match="group_size is 0; a group has at least 1 micro-batch"):
         plan(placement=Placement(group_size=0))

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.support.fake_fp32_product import FakeFp32Product
+from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
+from windlass.engine.model import grad_buffer
 from windlass.engine.model.grad_buffer import GradBuffer, LaneSums
 
 # Name, offset and number of elements.
@@ -81,3 +83,20 @@ def test_the_first_lane_alone_needs_no_sum_beside_the_total() -> None:
     sums.add("matrix", 0, grad(1.0, 6))
     sums.end_lane()
     assert torch.equal(total.flat[:6], grad(1.0, 6))
+
+
+@pytest.mark.parametrize("numel", [1, 99, 100, 101, 1000])
+def test_a_cpu_adds_16_bit_gradients_in_parts_with_the_bits_of_one_addition(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_buffer, "ADDED_NUMEL", 100)
+    sums, others = GradBuffer(torch.randn(numel + 7), ["w"]), torch.randn(7)
+    sums.flat[numel:] = others
+    before, added = sums.flat.clone(), torch.randn(numel).to(torch.bfloat16)
+    living = LiveStorageTracker(torch.device("cpu"))
+    living.begin()
+    with living:
+        sums.add("w", 0, added)
+    assert torch.equal(sums.flat[:numel], before[:numel] + added)
+    assert torch.equal(sums.flat[numel:], others)
+    assert living.peak_nbytes == 4 * min(numel, 100)

@@ -1,16 +1,25 @@
 """Gradients in pieces: whatever comes in which order, host memory has the bits of one buffer for the whole layer."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from windlass.engine.device import Device, Event
+from windlass.engine.lanes.lane_division import LaneDivision
+from windlass.engine.memory_plan.buffer_counts import NUM_GATHERED_CHUNKS
 from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL, cut_layers, grad_piece_numels
-from windlass.engine.model.grad_buffer import GradBuffer
-from windlass.engine.optimizer.grad_norm import squared_norm
-from windlass.engine.pieces.grad_pieces import GradPieceBuffers, PieceSums, StreamedGrad
+from windlass.engine.model.grad_buffer import GradBuffer, LaneSums
+from windlass.engine.optimizer.grad_norm import portable_squared_norms, squared_norm
+from windlass.engine.pieces.chunk_norms import ChunkNorms
+from windlass.engine.pieces.grad_pieces import (
+    GradPieceBuffers,
+    PieceLanes,
+    PieceSums,
+    SecondGradientError,
+    StreamedGrad,
+)
 from windlass.storage.cancellation import CancelToken
 
 # Modules of a layer, each with its matrices; then norms and biases.
@@ -49,21 +58,24 @@ def device() -> Iterator[Device]:
 class Layer:
     """A layer, its gradient in one buffer, and the same gradient in pieces."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, *, num_pieces: int = 2) -> None:
-        numels = [numel for module in MODULES for numel in module] + list(SMALL)
+    def __init__(
+        self, device: Device, dtype: torch.dtype, *, num_pieces: int = 2, modules: Sequence[Sequence[int]] = MODULES
+    ) -> None:
+        numels = [numel for module in modules for numel in module] + list(SMALL)
         offsets = [sum(numels[:i]) for i in range(len(numels))]
-        self.params = list(zip(NAMES, offsets, numels, strict=True))
+        self.names = [f"m{i}" for i in range(len(numels))]
+        self.params = list(zip(self.names, offsets, numels, strict=True))
         self.numel, self.dtype, self.device = sum(numels), dtype, device
-        (self.cuts,) = cut_layers([MODULES])
+        (self.cuts,) = cut_layers([modules])
         pieces, rests = grad_piece_numels([self.cuts], [self.numel], is_summed=True)
         flats = [[torch.empty(n, dtype=dtype) for n in numels] for numels in (pieces[:num_pieces], rests)]
         self.buffers = GradPieceBuffers(device, *flats)
         self.sums = PieceSums()
         self.whole = GradBuffer(torch.full((self.numel,), torch.nan, dtype=dtype))
 
-    def begin(self, home: Host, *, is_complete: bool) -> StreamedGrad:
+    def begin(self, home: Host, *, is_complete: bool, lanes: PieceLanes | None = None) -> StreamedGrad:
         bounds = (*self.cuts, self.numel)
-        grad = StreamedGrad(self.buffers, bounds, self.params, self.sums, home, is_complete=is_complete)
+        grad = StreamedGrad(self.buffers, bounds, self.params, self.sums, home, is_complete=is_complete, lanes=lanes)
         grad.begin()
         return grad
 
@@ -143,3 +155,101 @@ def test_buffers_take_the_memory_of_two_pieces_and_the_rest(device: Device) -> N
     assert [numel - NORM_ROW_NUMEL for numel in pieces] == [70, 70]
     assert [numel - NORM_ROW_NUMEL for numel in rests] == [20, 20]
     assert len(grad_piece_numels([(0, 60)], [60], is_summed=True)[0]) == 3
+
+
+CHUNK = 1000  # no multiple of a piece
+
+
+def run_in_lanes(
+    layer: Layer,
+    division: LaneDivision,
+    group_size: int,
+    micro_batches: list[list[str]],
+    chunk_numel: int = CHUNK,
+) -> tuple[list[Host], StreamedGrad]:
+    """Adds the same gradients in pieces and in buffers of whole lanes.
+
+    `micro_batches`: the names that each reaches, in their order. The last ones of a full step may be missing. Returns
+    the homes of all groups, and the last group's gradient.
+    """
+    places = {name: (offset, numel) for name, offset, numel in layer.params}
+    homes: list[Host] = []
+    for first in range(0, division.num_microbatches, group_size):
+        stop = min(first + group_size, division.num_microbatches)
+        lane_home = Host(layer.numel, layer.dtype) if division.has_long_lane else None
+        lanes = PieceLanes(division=division, last=division.lane_of(stop - 1), home=lane_home, chunk_numel=chunk_numel)
+        homes.append(Host(layer.numel, layer.dtype))
+        grad = layer.begin(homes[-1], is_complete=stop == division.num_microbatches, lanes=lanes)
+        for number in range(first, min(stop, len(micro_batches))):
+            if division.lane_of(number) > 0 and layer.whole.lane is None:
+                layer.whole.lane = GradBuffer(torch.full((layer.numel,), torch.nan, dtype=layer.dtype))
+            sums = LaneSums(layer.whole, layer.params, is_first_lane=division.lane_of(number) == 0)
+            grad.begin_microbatch(number)
+            for name in micro_batches[number]:
+                offset, numel = places[name]
+                values = torch.randn(numel).to(torch.bfloat16)
+                sums.add(name, offset, values)
+                grad.add(name, offset, values)
+            if division.ends_lane(number):
+                sums.end_lane()
+                grad.end_lane()
+        grad.end()
+    if layer.whole.lane is not None:  # the last lane may lack micro-batches
+        LaneSums(layer.whole, layer.params, is_first_lane=False).end_lane()
+    layer.whole.finish(layer.params)
+    layer.buffers.d2h.record().wait()
+    return homes, grad
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_lanes_in_any_order_have_bits_of_lanes_in_whole_buffers(device: Device, num_pieces: int, seed: int) -> None:
+    order = random.Random(seed)
+    num = order.randint(2, 6)
+    division = LaneDivision(order.randint(2, num), num)
+    sizes = [size for size in range(1, num + 1) if not division.num_open_lanes(size)]
+    layer = Layer(device, torch.float32, num_pieces=num_pieces)
+    reached = [order.sample(NAMES, order.randint(0, len(NAMES))) for _ in range(order.randint(1, num))]
+    homes, grad = run_in_lanes(layer, division, order.choice(sizes), reached)
+    assert grad.norms is not None
+    assert torch.equal(homes[-1].flat, layer.whole.flat)
+    norms = portable_squared_norms(layer.whole.flat, CHUNK)
+    assert torch.equal(torch.stack(grad.norms.total()), torch.stack(norms))
+
+
+@pytest.mark.parametrize("chunk_numel", [100, 450, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_few_chunks_are_gathered_for_norms_whatever_tensors_are_left_out(
+    device: Device, monkeypatch: pytest.MonkeyPatch, chunk_numel: int, seed: int
+) -> None:
+    gather, num_gathered = ChunkNorms._gather, []
+
+    def count(self: ChunkNorms, chunk: int, part: torch.Tensor, start: int) -> None:
+        num_gathered.append(len(self._gathered.keys() | {chunk}))
+        gather(self, chunk, part, start)
+
+    monkeypatch.setattr(ChunkNorms, "_gather", count)
+    order, layer = random.Random(seed), Layer(device, torch.float32, num_pieces=3, modules=((160,),) * 20)
+    left_out = set(order.sample(layer.names, order.randint(1, 12)))
+    reached = [layer.names[::-1], [name for name in layer.names[::-1] if name not in left_out]]
+    homes, grad = run_in_lanes(layer, LaneDivision(2, 4), 4, [*reached, *reached], chunk_numel=chunk_numel)
+    assert max(num_gathered) <= NUM_GATHERED_CHUNKS
+    assert torch.equal(homes[-1].flat, layer.whole.flat)
+    assert grad.norms is not None
+    norms = portable_squared_norms(layer.whole.flat, chunk_numel)
+    assert torch.equal(torch.stack(grad.norms.total()), torch.stack(norms))
+
+
+def test_a_lane_of_one_micro_batch_moves_each_piece_once_each_way(device: Device) -> None:
+    layer = Layer(device, torch.float32, num_pieces=3)
+    homes, _ = run_in_lanes(layer, LaneDivision(2, 2), 1, [NAMES[::-1], NAMES[::-1]])
+    for home in homes:
+        assert sorted(home.stored) == sorted(layer.cuts)
+    assert sorted(homes[0].loaded) == sorted(layer.cuts)
+    assert not homes[1].loaded
+    assert torch.equal(homes[1].flat, layer.whole.flat)
+
+
+def test_a_second_gradient_after_the_lane_was_added_is_refused(device: Device) -> None:
+    with pytest.raises(SecondGradientError, match="m3 gets two gradients in one micro-batch"):
+        run_in_lanes(Layer(device, torch.float32), LaneDivision(2, 2), 2, [["m3"], ["m3", "m3"]])

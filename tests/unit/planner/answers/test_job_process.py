@@ -1,10 +1,12 @@
 """Plans made by a separate process: files in, files out."""
 
+import gc
 import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.question import PlanQuestion
+from windlass.planner.solver.program.relaxed_program import RelaxedProgram
 
 
 def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
@@ -61,6 +64,24 @@ def test_a_plan_and_what_the_engine_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["plan"]["engine_gib"]["host"] == found["arena_nbytes"] / 2**30
     assert all(found["plan"]["engine_gib"][tier] <= gib for tier, gib in found["plan"]["limit_gib"].items())
     assert "simulated" not in found
+
+
+def test_programs_of_a_question_are_forgotten_with_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm process plans one job after the other, and each has some hundred programs of HiGHS."""
+    made: list[ReferenceType[RelaxedProgram]] = []
+    make = RelaxedProgram.__init__
+
+    def noted(program: RelaxedProgram, *arguments: Any) -> None:
+        made.append(ref(program))
+        make(program, *arguments)
+
+    monkeypatch.setattr(RelaxedProgram, "__init__", noted)
+    for batch_size in (2, 4):
+        num_made = len(made)
+        assert plan(tmp_path, config_of("Qwen2"), monkeypatch, batch_size=batch_size)["ok"]
+        assert len(made) > num_made
+        gc.collect()
+        assert not any(each() for each in made)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """The memory that a job lacks, and the changes with which it fits."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
+from windlass.planner.solver.memory_frontier import Bytes
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES
 from windlass.planner.solver.placement_search import DoesNotFitError
 from windlass.storage.ids import Precision
@@ -233,6 +235,31 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert planner_fits(with_limit(asked, memory, least.nbytes - DRIVER_NBYTES), profiles)
     assert not planner_fits(with_limit(asked, memory, int(0.98 * (least.nbytes - DRIVER_NBYTES))), profiles)
     assert "the device's memory goes to: " in least.reason
+
+
+@pytest.mark.parametrize("num_lanes", [pytest.param(1, marks=pytest.mark.long), 4])
+def test_several_gpus_need_hardly_more_memory_than_one(num_lanes: int) -> None:
+    """Gradients leave in pieces with any number of GPUs. A sum that passes from one to the next takes no buffer."""
+    shape = ModelShape(num_layers=4, hidden_size=1024, num_heads=8, intermediate_size=4096, vocab_size=30_000)
+    config = config_of_shape(shape, num_tokens=64)
+    least, without_limit = [], Bytes(device=math.inf, host=math.inf, ssd=math.inf)
+    for num_ranks in (1, 2, 4):
+        asked = question(
+            machine(gpus=4, host=64),
+            config=config,
+            batch_size=8,
+            num_microbatches=8,
+            sequence_length=64,
+            precision=Precision.BF16,
+            lanes=num_lanes,
+            num_ranks=num_ranks,
+        )
+        need = least_memory_of(asked, Profiles(asked)).least(MemoryTier.DEVICE, without_limit)
+        assert need is not None
+        assert need.placement.streams_grads
+        least.append(need.nbytes.device)
+    one, two, four = least
+    assert max(two, four) <= 1.02 * one
 
 
 @pytest.mark.long

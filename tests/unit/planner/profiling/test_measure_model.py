@@ -54,14 +54,14 @@ def test_one_time_work_of_the_first_round_does_not_count(monkeypatch: pytest.Mon
     """On a GPU the first use of a kernel loads it, which took longer than half of the time for all rounds."""
     monkeypatch.setattr(measure_model, "_STANDARD_ERROR", 10.0)  # three rounds are enough
     monkeypatch.setattr(measure_model, "_MAX_S", 60.0)
-    whole_round, taken_s = measure_model._Bench._round, []
+    whole_round, taken_s = measure_model.BlockBench.round, []
 
-    def first_takes_long(bench: measure_model._Bench) -> Any:
+    def first_takes_long(bench: measure_model.BlockBench) -> Any:
         times = whole_round(bench)
         taken_s.append(1000.0 if not taken_s else 0.0)
         return [{block: (a + taken_s[-1], b + taken_s[-1]) for block, (a, b) in each.items()} for each in times]
 
-    monkeypatch.setattr(measure_model._Bench, "_round", first_takes_long)
+    monkeypatch.setattr(measure_model.BlockBench, "round", first_takes_long)
     config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))

@@ -58,6 +58,34 @@ def test_simulated_ranks_move_the_same_bytes(folder: Path, name: str, num_ranks:
     assert {SpanKind.COPY_PARAMS_IN, SpanKind.COPY_PARTIAL_IN} <= {kind for kind, _, _ in found.real.nbytes}
 
 
+@pytest.mark.short("4-2-2-True")
+@pytest.mark.parametrize(
+    ("lanes", "num_ranks", "group_size", "is_tied"),
+    [
+        (4, 2, 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(2, 1, 4, False), (2, 2, 2, False), (4, 4, 1, False), (1, 2, 1, True), (1, 3, 2, False)]
+        ),
+    ],
+)
+def test_gradients_in_pieces_move_the_same_bytes(
+    folder: Path, lanes: int, num_ranks: int, group_size: int, is_tied: bool
+) -> None:
+    case = CASES["in pieces"].hurried()
+    placement = replace(case.placement, group_size=group_size, streams_grads=True)
+    case = replace(
+        case, placement=placement, num_ranks=num_ranks, lanes=lanes, num_microbatches=4, is_tied=is_tied, clip_norm=1.0
+    )
+    found = compare(case, folder, direct=has_direct_io(folder))
+    grads = {SpanKind.COPY_GRAD_OUT, SpanKind.COPY_PARTIAL_IN, SpanKind.COPY_PARTIAL_OUT}
+    real, simulated = (
+        {key: nbytes for key, nbytes in run.nbytes.items() if key[0] in grads} for run in (found.real, found.simulated)
+    )
+    assert simulated == real
+    assert {block for kind, block, _ in real if kind is SpanKind.COPY_PARTIAL_IN} >= {1, 2, 3}
+
+
 def _without_races(nbytes: DecidedNbytes) -> DecidedNbytes:
     """The bytes without reads of activations.
 

@@ -14,7 +14,7 @@ from windlass.actors.messages import SpanKind
 from windlass.actors.timeline.memory_levels import Level, memory_of
 from windlass.actors.timeline.trace_export import TOGETHER, trace_of
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
-from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job, param_buffers
+from windlass.engine.memory_plan.buffer_counts import grad_buffers_of_job, param_buffers, streamed_grads_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS, largest_piece
 from windlass.engine.memory_plan.plan import Placement
@@ -44,6 +44,7 @@ PEAKS = {block: 5000 * (1 + block) for block in range(NUM_BLOCKS)}
 IN_PIECES = layers_of((2 * CHUNK,), (CHUNK, CHUNK), (2 * CHUNK,), num_norms=100, num_blocks=NUM_BLOCKS)
 PLAIN = make_layout(*[2 * CHUNK] * NUM_BLOCKS, chunk_numel=CHUNK)
 TIED = replace(PLAIN, shared=(*PLAIN.shared[:-1], (BlockIndex(NUM_BLOCKS - 1), BlockIndex(0))))
+GRADS_IN_PIECES = Placement(streamed_blocks=tuple(LAYERS), streams_grads=True, num_grad_buffers=1)
 SWAPS = ActivationChoice.SWAP.of_layers(len(LAYERS))
 
 
@@ -76,6 +77,18 @@ JOBS: dict[str, dict[str, Any]] = {
         "layout": IN_PIECES,
         "placement": Placement(streamed_blocks=tuple(LAYERS), group_size=3, num_host_grad_blocks=0),
         "clips": True,
+    },
+    "gradients in pieces": {"layout": IN_PIECES, "placement": GRADS_IN_PIECES},
+    "gradients in pieces and groups": {
+        "layout": replace(IN_PIECES, shared=TIED.shared),
+        "placement": replace(GRADS_IN_PIECES, group_size=3, num_host_grad_blocks=0),
+        "clips": True,
+    },
+    "gradients in pieces and lanes": {"layout": IN_PIECES, "lanes": 2, "placement": GRADS_IN_PIECES},
+    "gradients in pieces, groups and lanes": {
+        "layout": replace(IN_PIECES, shared=TIED.shared),
+        "lanes": 2,
+        "placement": replace(GRADS_IN_PIECES, group_size=2),
     },
     "in memory": {
         "layout": TIED,
@@ -116,13 +129,15 @@ def allocated(context: JobContext) -> dict[tuple[MemoryTier, str], int]:
     found = {
         (MemoryTier.DEVICE, "params"): sum(numel * number for numel, number in params.items()) * 2,
         (MemoryTier.DEVICE, "pieces of params"): pieces * 2,
-        (MemoryTier.DEVICE, "gradients"): _grads_nbytes(context, numels),
+        (MemoryTier.DEVICE, "gradients"): _grads_nbytes(context, numels, bounds),
         (MemoryTier.DEVICE, "states"): sum(numels[block] for block in plan.device_blocks) * 12,
         (MemoryTier.HOST, "params"): plan.params.nbytes,
         (MemoryTier.HOST, "gradients"): plan.grads.nbytes,
         (MemoryTier.HOST, "states"): plan.host_states.nbytes,
         (MemoryTier.HOST, "states in transit"): plan.transit.nbytes,
-        (MemoryTier.HOST, "partial gradients"): plan.partial_grads.nbytes + plan.open_lanes.nbytes,
+        (MemoryTier.HOST, "partial gradients"): sum(
+            pool.nbytes for pool in (plan.partial_grads, plan.open_lanes, plan.lane_sums)
+        ),
         (MemoryTier.HOST, "activations"): plan.num_host_activations * SLOT,
         (MemoryTier.HOST, "activations to and from the SSDs"): plan.num_staged_activations * SLOT,
         (MemoryTier.SSD, "states"): plan.ssd_nbytes,
@@ -132,7 +147,7 @@ def allocated(context: JobContext) -> dict[tuple[MemoryTier, str], int]:
     return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
-def _grads_nbytes(context: JobContext, numels: list[int]) -> int:
+def _grads_nbytes(context: JobContext, numels: list[int], bounds: dict[BlockIndex, tuple[int, ...]]) -> int:
     buffers = grad_buffers_of_job(
         numels,
         context.layout.shared,
@@ -141,10 +156,21 @@ def _grads_nbytes(context: JobContext, numels: list[int]) -> int:
         resident=context.plan.device_blocks,
         num_groups=context.plan.num_groups,
         num_grad_buffers=context.plan.num_grad_buffers,
+        elsewhere=(*context.plan.grad_streamed_blocks, *context.plan.grad_overlaid_blocks),
         lanes=context.spec.training.lane_division,
         group_size=context.plan.group_size,
     )
-    return sum(numel * itemsize * number for (numel, itemsize), number in buffers.items())
+    in_pieces = streamed_grads_nbytes(
+        numels,
+        {block: bounds[BlockIndex(block)] for block in context.plan.grad_streamed_blocks},
+        context.plan.grad_overlaid_blocks,
+        itemsize=grad_itemsize(context.spec),
+        summed_in_fp32=(),
+        is_summed=True,
+        has_lanes=context.spec.training.lanes > 1,
+        chunk_numel=context.layout.chunk_numel,
+    )
+    return sum(numel * itemsize * number for (numel, itemsize), number in buffers.items()) + in_pieces
 
 
 @pytest.mark.parametrize("machine", [SLOW, rates()], ids=["slow", "fast"])

@@ -134,6 +134,28 @@ def test_gradients_in_pieces_go_out_for_each_micro_batch_and_come_back_for_the_n
         assert back == (num_microbatches - 1) * layers
 
 
+def test_sums_of_lanes_go_out_as_partial_in_the_last_group_too() -> None:
+    options = grads_streamed(4)
+    found = job(num_steps=2, **options | {"training": {"num_microbatches": 4, "lanes": 2}})
+    spans = [span for span in found.spans() if span.step == 2 and span.block in LAYERS]
+    layers = len(LAYERS) * found.context.spec.training.grad_itemsize * (3 * PIECE + NORMS)
+    assert moved(spans, SpanKind.COPY_GRAD_OUT) == 3 * layers
+    assert moved(spans, SpanKind.COPY_PARTIAL_OUT) == layers
+
+
+@pytest.mark.parametrize(("group_size", "num_uses"), [(None, 2), (1, 3)])
+def test_embedding_comes_back_for_backward_passes_because_the_head_had_its_buffer(
+    group_size: int | None, num_uses: int
+) -> None:
+    layout = layers_of((PIECE,), (CHUNK, CHUNK), (PIECE,), num_norms=NORMS, num_blocks=6, head_numel=CHUNK + NORMS)
+    found = job(num_steps=3, **grads_streamed(2, group_size) | {"layout": layout})
+    numels = [block.numel for block in found.context.layout.blocks]
+    spans = [span for span in found.spans() if (span.kind, span.step) == (SpanKind.COPY_PARAMS_IN, 2)]
+    head = len(LAYERS) + 1
+    assert sum(span.nbytes for span in spans if span.block == 0) == num_uses * ITEMSIZE * numels[0]
+    assert sum(span.nbytes for span in spans if span.block == head) == (num_uses - 1) * ITEMSIZE * numels[head]
+
+
 def test_a_gradient_in_pieces_leaves_while_its_layer_is_computed() -> None:
     spans = job(compute_s=3.0, num_steps=2, **grads_streamed(1)).spans()
     (layer,) = (s for s in spans if (s.kind, s.block, s.step) == (SpanKind.BACKWARD, 2, 1))

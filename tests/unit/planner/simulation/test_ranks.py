@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.actors.specs import make_layout
-from tests.support.planner.simulated import CHUNK, Simulated, job, moved, rates
+from tests.support.planner.simulated import CHUNK, Simulated, job, layers_of, moved, rates
 from windlass.actors.job.context import gpu_worker_name
 from windlass.actors.messages import SpanKind, WorkSpan
 from windlass.engine.memory_plan.memory_tier import MemoryTier
@@ -88,6 +88,31 @@ def test_sums_pass_through_the_groups_in_order(num_ranks: int, group_size: int) 
             assert first.end_s <= out[2 * group].start_s
             assert out[2 * group + 1].end_s <= back[2 * group].start_s
             assert back[2 * group + 1].end_s <= second.start_s
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("num_ranks", "lanes"), [(2, 4), (4, 4), (4, 8), (2, 1)])
+def test_slots_of_the_total_of_embedding_and_head_are_free_when_their_operation_ends(
+    num_ranks: int, lanes: int, is_tied: bool
+) -> None:
+    layers = tuple(range(1, NUM_BLOCKS - 1))
+    layout = layers_of((2 * CHUNK,), (CHUNK,), num_norms=10, num_blocks=NUM_BLOCKS, head_numel=8 * CHUNK)
+    if is_tied:
+        layout = replace(layout, shared=(*layout.shared[:-1], (BlockIndex(NUM_BLOCKS - 1), BlockIndex(0))))
+    options = {"layout": layout, "placement": {"streamed_blocks": layers, "streams_grads": True}}
+    fast = rates(h2d_bytes=1e9, d2h_bytes=1e9, ssd_read_bytes=(1e9, 1e9), ssd_write_bytes=(1e9, 1e9))
+    spans = ranked(num_ranks, training={"lanes": lanes}, machine=fast, num_steps=2, **options).spans()
+    for rank in range(num_ranks):
+        (head,) = (s for s in of_rank(spans, rank, SpanKind.HEAD) if s.step == 2)
+        (layer,) = (s for s in of_rank(spans, rank, SpanKind.BACKWARD) if (s.step, s.block) == (2, layers[-1]))
+        if rank > 0:
+            back = [s for s in of_rank(spans, rank, SpanKind.COPY_PARTIAL_IN) if (s.step, s.block) == (2, head.block)]
+            middle_s = (head.start_s + head.end_s) / 2
+            assert all((s.start_s > middle_s) == (lanes > 1) for s in back)
+            assert sum(s.nbytes for s in back) >= 4 * 8 * CHUNK
+        if rank == 0:
+            # It needs no slots that the next rank has not freed: that one computes its head meanwhile.
+            assert layer.start_s == pytest.approx(head.end_s, rel=1e-2)
 
 
 def test_where_compute_binds_more_ranks_are_faster() -> None:

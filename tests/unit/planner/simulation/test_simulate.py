@@ -22,8 +22,8 @@ from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import Placement
 from windlass.planner.simulation import simulate as simulate_module
-from windlass.planner.simulation.job import Pending
-from windlass.planner.simulation.simulate import Work, simulate
+from windlass.planner.simulation.job import Pending, SimulatedJob
+from windlass.planner.simulation.simulate import Work, simulate, steady_step_s
 from windlass.storage.ids import BlockIndex
 
 
@@ -73,7 +73,7 @@ def test_steady_step_with_other_numbers_of_waiting_requests_goes_on(monkeypatch:
         def __init__(self, *_: object, **__: object) -> None:
             self._num_waiting = 6
 
-        def next_period_s(self, *, max_calls: int | None) -> float:
+        def next_period_s(self, *, max_calls: int | None, most_s: float) -> float:
             self._num_waiting = max(4, self._num_waiting - 1)
             return next(periods_s)
 
@@ -83,6 +83,59 @@ def test_steady_step_with_other_numbers_of_waiting_requests_goes_on(monkeypatch:
 
     monkeypatch.setattr(simulate_module, "SimulatedJob", Job)
     assert job().steady_step_s() == 2e4
+
+
+def test_a_long_step_after_a_short_one_ends_no_simulation_whose_mean_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Job:
+        """A job whose steps alternate: one of 0.97 s, one of 1.03 s."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self._num_steps = 0
+
+        def next_period_s(self, *, max_calls: int | None, most_s: float) -> float:
+            self._num_steps += 1
+            return 1.03 if self._num_steps > 1 and self._num_steps % 2 else 0.97
+
+        @property
+        def pending(self) -> Pending:
+            return Pending(nums_waiting=(self._num_steps,), calls_s=())
+
+    monkeypatch.setattr(simulate_module, "SimulatedJob", Job)
+    found = job()
+    whole_s = found.steady_step_s()
+    assert whole_s == pytest.approx(1.0)
+    assert steady_step_s(found.context, found.shape, found.machine, found.work, most_s=1.01) == whole_s
+    assert steady_step_s(found.context, found.shape, found.machine, found.work, most_s=0.99) > 0.99
+
+
+def test_a_step_that_is_too_long_is_not_simulated_to_its_end() -> None:
+    """The rest of a step takes as long as in the step before, which had no updates in its way."""
+    # Updates are slower than the forward pass, which waits for them from the second step on.
+    slow = rates(optimizer_params=24 * 2 * CHUNK / 40.0)
+    found = job(num_blocks=24, num_steps=8, machine=slow, training={"clip_norm": 1.0})
+
+    def begun() -> SimulatedJob:
+        return SimulatedJob(found.context, found.shape, found.machine, found.work, keeps_spans=False)
+
+    whole = begun()
+    first_s, second_s = whole.next_period_s(), whole.next_period_s()
+    assert first_s < 0.8 * second_s
+
+    early = begun()
+    assert first_s / 2 < early.next_period_s(most_s=first_s / 2) <= first_s
+    assert early.clock.now < 0.6 * first_s
+
+    later, most_s = begun(), 0.99 * second_s
+    assert later.next_period_s(most_s=most_s) == first_s
+    assert most_s < later.next_period_s(most_s=most_s) <= second_s * (1 + 1e-9)
+    assert first_s + second_s / 2 < later.clock.now < first_s + 0.7 * second_s  # at the end of the forward pass
+
+    assert begun().next_period_s(most_s=first_s) == first_s
+    for limit_s in (0.5 * first_s, most_s):
+        assert steady_step_s(found.context, found.shape, found.machine, found.work, most_s=limit_s) > limit_s
+    assert steady_step_s(
+        found.context, found.shape, found.machine, found.work, most_s=1.01 * second_s
+    ) == pytest.approx(found.steady_step_s())
 
 
 def test_without_overlap_updates_follow_the_backward_pass_and_nothing_else() -> None:

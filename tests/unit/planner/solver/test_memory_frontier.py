@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from tests.support.examples import examples
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.planner.solver.integer_program import least_assignment, outcome_of
 from windlass.planner.solver.memory_frontier import Bytes, MemoryFrontier, frontiers_of
+from windlass.planner.solver.program.integer_program import least_assignment, outcome_of
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StepCosts
 
 MIB = 2**20

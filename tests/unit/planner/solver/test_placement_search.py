@@ -22,8 +22,8 @@ from windlass.engine.memory_plan.queue_depths import (
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
-from windlass.planner.solver.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.placement_search import search, solve_job
+from windlass.planner.solver.placement_search import Solve, _Search, search, solve_job
+from windlass.planner.solver.program.integer_program import Assignment, outcome_of, solve
 from windlass.planner.solver.solution import DoesNotFitError, Solution, solved
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
@@ -181,7 +181,7 @@ def test_groups_of_microbatches_are_as_large_as_pays() -> None:
 
 
 def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
-    with pytest.raises(DoesNotFitError, match=r"36\.00 MiB of device memory") as caught:
+    with pytest.raises(DoesNotFitError, match=r"36\.01 MiB of device memory") as caught:
         solve_job(make_job(), make_speeds(), limits(20, 1000))
     missing = caught.value.missing
     assert missing[MemoryTier.DEVICE] > 0
@@ -399,13 +399,39 @@ def test_search_continued_in_one_order_finds_as_good_a_plan_as_a_new_search(
     found = search((job,), speeds, given, num_others=3, near=0.05)
     for one in job.by_order:
         anew = search((one,), speeds, given)
-        continued = found.in_order(one.update_order, math.inf)
+        continued = found.of_kind(one.update_order, None, math.inf)
         assert continued is not None
         assert {plan.costs.job.update_order for plan in (continued.best, *continued.others)} == {one.update_order}
         assert continued.best.cost <= anew.best.cost * 1.001
         # A plan that is known is told whatever it takes; nothing else is solved for.
-        below = found.in_order(one.update_order, 0.5 * anew.best.step_s)
+        below = found.of_kind(one.update_order, None, 0.5 * anew.best.step_s)
         assert below is None or below.best.cost >= continued.best.cost
+
+
+@pytest.mark.parametrize("spills", [False, True])
+def test_search_continued_for_one_place_of_kept_gradients_finds_as_good_a_plan(spills: bool) -> None:
+    speeds, given = make_speeds(), limits(110, 600)
+    job = make_job(keeps_grads=True)
+    continued = search((job,), speeds, given, num_others=3, near=0.05).of_kind(job.update_order, spills, math.inf)
+    anew = search((replace(job, spills=spills),), speeds, given)
+    assert continued is not None
+    assert {plan.costs.spills for plan in (continued.best, *continued.others)} == {spills}
+    assert continued.best.cost == pytest.approx(anew.best.cost, rel=0.001)
+
+
+@pytest.mark.parametrize("solve_kind", [None, solved])
+def test_only_a_search_with_exact_counts_begins_with_one_of_each_saver(
+    solve_kind: Solve | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without these, no plan needs more device memory than it is counted with."""
+    begun = []
+    monkeypatch.setattr(_Search, "_solve_one_of_each_saver", lambda each: begun.append(each))
+    job = make_job(keeps_grads=True)
+    found = search((job,), make_speeds(), limits(110, 600), solve_kind=solve_kind)
+    for spills in (False, True):
+        assert found.of_kind(job.update_order, spills, math.inf) is not None
+    assert bool(begun) == (solve_kind is not None)
+    assert len(begun) in (0, 2)  # by the search, and for the place of which no plan was known
 
 
 def test_search_continued_in_an_order_in_which_nothing_fits_finds_nothing() -> None:
@@ -417,8 +443,8 @@ def test_search_continued_in_an_order_in_which_nothing_fits_finds_nothing() -> N
         return solved(costs, below)
 
     found = search((job,), speeds, given, solve_kind=solve_kind)
-    assert found.in_order(UpdateOrder.KEPT, math.inf) is None
-    active = found.in_order(UpdateOrder.ACTIVE, math.inf)
+    assert found.of_kind(UpdateOrder.KEPT, None, math.inf) is None
+    active = found.of_kind(UpdateOrder.ACTIVE, None, math.inf)
     assert active is not None
     assert active.best == found.best
 

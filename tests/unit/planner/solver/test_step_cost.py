@@ -10,6 +10,7 @@ from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import COMMIT_EVERY
+from windlass.planner.solver.family import bases_of
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StateTier, StepCosts
 
@@ -192,3 +193,18 @@ def test_no_states_rest_on_the_devices_of_several_ranks() -> None:
     kinds = costs.kinds()
     assert all(StateTier.DEVICE not in kind.tiers for kind in kinds)
     assert any(kind.tiers for kind in kinds)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_gradients_are_counted_whole_where_no_layer_can_be_streamed(streams: bool) -> None:
+    """The placement of a running job may ask for gradients in pieces all the same."""
+    job = make_job(NUM_LAYERS, num_microbatches=4)
+    if streams:  # the head's operation uses the params of all layers, so none comes in pieces
+        shared = (*((block,) for block in range(HEAD)), (HEAD, *range(1, HEAD)))
+        job = replace(job, model=replace(job.model, shared=shared))
+        assert not any(base.streams_grads for base in bases_of(job, make_speeds(), PLENTY))
+    whole = StepCosts(job=job, speeds=make_speeds(), limits=PLENTY, group_size=4, streams=streams)
+    programs = [costs.program(costs.kinds()) for costs in (whole, replace(whole, streams_grads=True))]
+    assert programs[0].nbytes == programs[1].nbytes
+    seconds, same = ([[o.seconds for o in group.options] for group in program.blocks] for program in programs)
+    assert seconds == same

@@ -32,9 +32,15 @@ def stage(
 
 
 def pipeline(
-    stages: Sequence[StageTimes], num_rounds: int, *, crossing: float = 0.0, rates: Sequence[float] | None = None
+    stages: Sequence[StageTimes],
+    num_rounds: int,
+    *,
+    crossing: float = 0.0,
+    rates: Sequence[float] | None = None,
+    ranks: tuple[int, ...] = (),
 ) -> Pipeline:
     return Pipeline(
+        ranks=ranks,
         stages=tuple(stages),
         num_rounds=num_rounds,
         crossing_nbytes=crossing,
@@ -42,28 +48,39 @@ def pipeline(
     )
 
 
-def replayed_s(rounds_s: Sequence[float], num_rounds: int, crossing_s: float) -> float:
-    """Returns the time of a step in which each box makes its passes in the order of the job's policy."""
+def replayed_s(
+    rounds_s: Sequence[float], num_rounds: int, crossing_s: float, ranks: tuple[int, ...] | None = None
+) -> float:
+    """Returns the time of a step in which each box makes its passes in the order of the job's policy.
+
+    `rounds_s`: of a group for each GPU of the box with most. All GPUs of a box send at once.
+    """
     num_boxes, forward = len(rounds_s), 1 / 3
-    waiting = [list(passes_of_step(box, (1,) * num_boxes, num_rounds)) for box in range(num_boxes)]
-    free = [0.0] * num_boxes
+    ranks = ranks or (1,) * num_boxes
+    group_s = [each * num_ranks / max(ranks) for each, num_ranks in zip(rounds_s, ranks, strict=True)]
+    waiting = [
+        (box, [each for each in passes_of_step(box, ranks, num_rounds * max(ranks)) if each.group % ranks[box] == rank])
+        for box in range(num_boxes)
+        for rank in range(ranks[box])
+    ]
+    free = [0.0] * len(waiting)
     done = dict[tuple[int, int, bool], float]()
-    while any(waiting):
-        for box in range(num_boxes):
-            while waiting[box]:
-                group, goes_forward = waiting[box][0]
+    while any(passes for _, passes in waiting):
+        for gpu, (box, passes) in enumerate(waiting):
+            while passes:
+                group, goes_forward = passes[0]
                 source = box - 1 if goes_forward else box + 1
                 if not 0 <= source < num_boxes:
                     ready = 0.0 if goes_forward else done.get((box, group, True))
                 else:
                     ready = done.get((source, group, goes_forward))
-                    ready = None if ready is None else ready + crossing_s
+                    ready = None if ready is None else ready + crossing_s * ranks[source] / max(ranks)
                 if ready is None:
                     break
-                waiting[box].pop(0)
+                passes.pop(0)
                 share = forward if goes_forward else 1 - forward
-                free[box] = max(free[box], ready) + share * rounds_s[box]
-                done[box, group, goes_forward] = free[box]
+                free[gpu] = max(free[gpu], ready) + share * group_s[box]
+                done[box, group, goes_forward] = free[gpu]
     return max(free)
 
 
@@ -103,6 +120,21 @@ def test_the_formula_of_other_stages_is_near_the_time_of_the_policys_order() -> 
         replay_s = replayed_s(rounds_s, num_rounds, crossing_s)
         if near.transfer_period_s <= max(rounds_s):
             assert 0.99 * replay_s <= near.step_s <= 1.15 * replay_s
+
+
+@pytest.mark.parametrize("crossing_s", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("ranks", [(1, 4), (4, 1), (2, 1), (2, 3), (3, 2), (4, 4)])
+def test_rounds_in_flight_are_those_of_boxes_with_other_numbers_of_gpus(
+    ranks: tuple[int, ...], crossing_s: float
+) -> None:
+    formula = pipeline([stage(1.0), stage(1.0)], 64, crossing=crossing_s, ranks=ranks)
+    assert formula.step_s == pytest.approx(replayed_s([1.0, 1.0], 64, crossing_s, ranks), rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [(1, 2, 4), (4, 2, 1), (1, 4, 1)])
+def test_boxes_with_other_numbers_of_gpus_do_not_wait_for_a_fast_network(ranks: tuple[int, ...]) -> None:
+    formula = pipeline([stage(1.0)] * 3, 64, ranks=ranks)
+    assert formula.step_s == pytest.approx(replayed_s([1.0] * 3, 64, 0.0, ranks), rel=0.03)
 
 
 def test_a_card_between_two_others_sends_the_hidden_states_and_the_gradients_of_a_round() -> None:

@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,22 @@ def test_job_moves_from_one_box_to_two_and_back(moving: Moving) -> None:
     assert moving.nodes(job_id) == []
     assert not (moving.box.settings.jobs_dir / job_id).exists()
     assert "Goes on on box head, which has all of its states now" in moving.head.messages(job_id)
+
+
+def test_pace_over_two_boxes_says_nothing_of_a_job_that_came_to_one_without_a_plan(moving: Moving) -> None:
+    job_id = start(moving, "head", NAME)
+    moving.resume(job_id, 1, replace(plan_of(moving, job_id, "head"), step_s=None, stages=plan_over("head").stages))
+    moving.go_on(lambda: alive(moving) == [True, True, False])
+    with closing(moving.head.journal(job_id, 2)) as journal:  # as if these were steps of the attempt before
+        journal.append(
+            "metrics", "a step", step=1, train_loss=1.0, total_steps=4, remaining_s=6.0, remaining_is_estimate=False
+        )
+    moving.head.tick()
+    moving.end(job_id, MOVED)
+    moving.go_on(lambda: moving.head.job(job_id).attempt == 3 and alive(moving) == [True, False, False])
+    job = moving.head.job(job_id)
+    assert (job.step, job.estimated_finish, job.finish_is_measured) == (1, None, False)
+    assert moving.head.runners.started[-1].expected_pace is None
 
 
 @pytest.mark.long
@@ -223,7 +239,7 @@ def test_job_that_has_not_begun_is_planned_on_the_boxes_with_which_it_is_resumed
     spec = moving.head.runners.started[-1]
     assert (spec.attempt, spec.stages, spec.host_memory_nbytes) == (1, (), ARENA_NBYTES)
     assert spec.training.num_microbatches == planned.num_microbatches
-    assert windlass_of(moving, job_id) == (None, None)
+    assert windlass_of(moving, job_id) == (None, "head"), "on no other box"
     assert stages_of(moving.head.settings, job_id) is None
 
 

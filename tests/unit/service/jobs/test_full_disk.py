@@ -244,7 +244,7 @@ def test_a_job_whose_model_found_no_room_waits_for_as_much_as_it_needs(stage: St
     assert (job.status, job.attempt) == (JobStatus.QUEUED, 1)
     assert job.waiting_reason is not None
     assert job.waiting_reason.startswith(f"room on the disk of {tmp_path}: {bytes_text(needed)} needed, ")
-    stage.dispatcher._queue.wait_for_room(job_id, tmp_path, 1)
+    stage.dispatcher._watches[job_id].queued.required_space = (tmp_path, 1)
     stage.tick()
     assert (stage.status(job_id), stage.job(job_id).waiting_reason) == (JobStatus.RUNNING, None)
 

@@ -329,8 +329,12 @@ def test_job_that_comes_to_one_box_has_its_stage_as_its_plan(tmp_path: Path) -> 
         "peak_gib": {"gpu": 2000 / 2**30, "host": 1000 / 2**30, "ssd": 3},
     }
     step = JobMetrics(job_id=job.id, step=2, attempt=4, created_at=0.0, data={"remaining_s": 9.0, "total_steps": 4})
-    assert expected_pace(plan, step) == Pace(step_s=1.25, is_measured=False), "that step was on several boxes"
-    assert expected_pace(ONE_BOX, step) == Pace(step_s=1.25, is_measured=False)
+    assert expected_pace(plan, None, step) == Pace(step_s=1.25, is_measured=False), "that step was on several boxes"
+    moved = replace(ONE_BOX, from_attempt=5)
+    earlier = plan.model_copy(update={"from_attempt": None})
+    assert expected_pace(None, moved, step) == Pace(step_s=1.25, is_measured=False)
+    assert expected_pace(earlier, moved, step) == Pace(step_s=1.25, is_measured=False), "the plan is for one box"
+    assert expected_pace(None, replace(moved, step_s=None), step) is None, "nothing is known of the pace there"
     assert load_plan_request(settings, job) is None
     request = stages_request(settings, job, [("head", KIND, None)], 1, (), ONE_BOX)
     for number in (1, 2):

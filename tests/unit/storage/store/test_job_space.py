@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.storage.stores import JOB, make_geometry, volume_file
-from windlass.storage.ids import Attempt, LayoutEpoch
+from windlass.storage.ids import Attempt, JobId, LayoutEpoch
 from windlass.storage.integrity.errors import StaleAttempt, StoreError, StoreExists
 from windlass.storage.memory.capacity import InsufficientSpaceError
 from windlass.storage.ssd.volume import Volume
@@ -114,3 +114,18 @@ def test_space_without_room_for_its_scratch_leaves_the_ssd_closed(tmp_path: Path
     with pytest.raises(InsufficientSpaceError):
         open_space(tmp_path, num_scratch_slots=1 << 30)
     assert num_open_files(tmp_path) == 0
+
+
+def test_stores_of_other_epochs_are_freed_and_those_of_other_jobs_stay(tmp_path: Path) -> None:
+    other_job = JobId("ftjob-other")
+    for geometry in (
+        GEOMETRY,
+        *(replace(GEOMETRY, epoch=LayoutEpoch(epoch)) for epoch in (1, 2)),
+        replace(GEOMETRY, job=other_job, epoch=LayoutEpoch(1)),
+    ):
+        JobSpace.create(tmp_path, geometry, direct=False).close()
+    space = JobSpace.open(tmp_path, replace(GEOMETRY, epoch=LayoutEpoch(1), attempt=Attempt(2)), direct=False)
+    with closing(space):
+        space.free_other_epochs()
+        assert {job: set(epochs) for job, epochs in spaces_in(space.volume).items()} == {JOB: {1}, other_job: {1}}
+        assert space.held_nbytes() > 0

@@ -23,7 +23,7 @@ from windlass.service.jobs.stage_plans import keep_stages
 from windlass.service.validation.hyperparameters import JobSettings, resolve
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job
-from windlass.storage.sql.repositories.boxes import BoxRepository, PartRepository, PartState
+from windlass.storage.sql.repositories.boxes import BoxRepository, MirrorRepository, PartRepository, PartState
 from windlass.storage.sql.repositories.jobs import JobRepository
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -670,6 +670,33 @@ def test_job_on_the_head_is_resumed_over_several_boxes_and_one_on_another_box_is
     assert resume(boxes=1)["windlass"]["settings"]["boxes"] == 1
     messages = [event["message"] for event in client.get(f"{JOBS}/{job_id}/events").json()["data"]]
     assert messages[0] == "Resumed on one box"
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_job_that_a_box_has_not_taken_yet_is_resumed_over_several(
+    client: TestClient, file_id: str, *, is_taken: bool
+) -> None:
+    context = context_of(client)
+    box = add_box(context, "attic")
+    job_id = create(client, file_id).json()["id"]
+    with context.database.write() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(status=JobStatus.QUEUED))
+        jobs, boxes = JobRepository(session), BoxRepository(session)
+        MirrorRepository(session).give_away(jobs.get(job_id), boxes.get(box.id), message="is copied")
+        if is_taken:
+            [take] = boxes.instructions(box.id)
+            boxes.withdraw(take.ordinal)
+            session.execute(update(Job).where(Job.id == job_id).values(status=JobStatus.PAUSED))
+        else:
+            jobs.request_pause(job_id)
+    answer = client.post(f"{JOBS}/{job_id}/resume", json={"windlass": {"boxes": 2}}).json()
+    if is_taken:
+        assert "the job is on box attic, and stays there" in answer["error"]["message"]
+        return
+    assert answer["windlass"]["settings"]["boxes"] == 2
+    with context.database.read() as session:
+        assert JobRepository(session).get(job_id).node == node_of(context.settings.home)
+        assert BoxRepository(session).instructions(box.id) == []
 
 
 def test_job_on_one_box_that_is_resumed_on_one_keeps_its_box(client: TestClient, file_id: str) -> None:

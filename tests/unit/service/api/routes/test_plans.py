@@ -178,6 +178,7 @@ def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
     response = client.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "plan_not_found"
+    assert "several boxes" not in response.json()["error"]["message"]
     keep_plan(context_of(client).settings, job["id"])
     plan = client.get(path).json()
     assert PLAN.items() <= plan.items()
@@ -321,6 +322,32 @@ def test_the_simulated_step_is_a_trace(client: TestClient, file_id: str) -> None
     assert [(event["ts"], event["args"]["used"]) for event in counters] == [(0.0, 60), (2e6, 0)]
     assert trace["otherData"] == {"job_id": job_id, "simulated": True, "summary": {"period_s": 4.0}}
     assert client.get("/v1/fine_tuning/jobs/ftjob-none/plan/timeline").status_code == 404
+
+
+def test_a_job_over_boxes_without_a_planned_step_may_wait_for_its_boxes(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    with context_of(client).database.write() as session:
+        job = JobRepository(session).get(job_id)
+        JobRepository(session).set_fields(job_id, windlass={**job.windlass, "boxes": 2})
+    assert "wait for its boxes to be chosen" in client.get(path).json()["error"]["message"]
+
+
+def test_the_planned_step_of_a_job_over_boxes_is_that_of_its_division(client: TestClient, file_id: str) -> None:
+    job_id, path = new_job(client, file_id)
+    settings = context_of(client).settings
+    keep_plan(settings, job_id)
+    summary = {"period_s": 4.0, "busy_s": {"gpu-0/compute": 1.0, "b1/gpu-0/compute": 3.0}}
+    keep_step(
+        job_dir(settings, job_id) / "prepare" / SIMULATED_FOLDER,
+        StepSpans(step=4, start_s=10.0, end_s=14.0, summary=summary, spans=()),
+    )
+    assert client.get(path).json()["predicted"] is not None
+    with context_of(client).database.write() as session:
+        job = JobRepository(session).get(job_id)
+        JobRepository(session).set_fields(job_id, windlass={**job.windlass, "boxes": 2})
+    shown = client.get(path).json()
+    assert shown["simulated"] == {"step_s": 4.0, "summary": summary}
+    assert (shown["predicted"], shown["step_s"], shown["before"]) == (None, None, [])
 
 
 # --- the dispatcher -------------------------------------------------------------------------------------------------
@@ -479,11 +506,11 @@ def test_a_later_attempt_goes_on_with_the_pace_of_the_earlier_one(
     data = {"step": 2, "total_steps": 4, "remaining_s": remaining_s, "remaining_is_estimate": is_estimate}
     last = JobMetrics(job_id="job", step=2, attempt=1, data=data)
     by_plan = Pace(step_s=3.0, is_measured=False)
-    assert expected_pace(plan_of(), last) == expected_pace(None, last) == found
-    assert expected_pace(plan_of(from_attempt=1), last) == found
-    assert expected_pace(plan_of(from_attempt=2), last) == by_plan, "steps before a plan say nothing of it"
-    assert expected_pace(plan_of(), None) == by_plan
-    assert expected_pace(None, None) is None
+    assert expected_pace(plan_of(), None, last) == expected_pace(None, None, last) == found
+    assert expected_pace(plan_of(from_attempt=1), None, last) == found
+    assert expected_pace(plan_of(from_attempt=2), None, last) == by_plan, "steps before a plan say nothing of it"
+    assert expected_pace(plan_of(), None, None) == by_plan
+    assert expected_pace(None, None, None) is None
 
 
 def test_a_prediction_is_an_estimate_until_enough_steps_are_measured() -> None:

@@ -1,21 +1,19 @@
 """The integer program, compared with an exhaustive search."""
 
-import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
-from windlass.planner.solver import integer_program
-from windlass.planner.solver.highs import Assigned, SolverError
-from windlass.planner.solver.integer_program import (
+from tests.support.planner.programs import best_of_all, fits, programs
+from windlass.planner.solver.program import integer_program
+from windlass.planner.solver.program.highs import Assigned, SolverError
+from windlass.planner.solver.program.integer_program import (
     SPARE_WEIGHT,
     Assignment,
     BlockGroup,
@@ -23,7 +21,6 @@ from windlass.planner.solver.integer_program import (
     Buffer,
     Option,
     Outcome,
-    Overflow,
     Program,
     least_assignment,
     outcome_of,
@@ -31,97 +28,7 @@ from windlass.planner.solver.integer_program import (
     solve,
 )
 
-NUM_PARTS, NUM_TIERS, NUM_BUFFERS = 3, 3, 2
-SECONDS = st.integers(0, 20).map(lambda tenths: tenths / 10)
-NBYTES = st.integers(0, 12).map(lambda gigabytes: gigabytes * 1e9)
-
-
-def options() -> st.SearchStrategy[Option]:
-    return st.builds(
-        lambda seconds, nbytes, share, buffered: Option(
-            seconds=tuple(seconds),
-            nbytes=tuple(nbytes),
-            movable_nbytes=nbytes[1] * share,
-            buffered_nbytes=tuple(buffered),
-        ),
-        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
-        st.lists(NBYTES, min_size=NUM_TIERS, max_size=NUM_TIERS),
-        st.sampled_from([0.0, 0.5, 1.0]),
-        st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
-    )
-
-
-def group_of(count: int, its_options: list[Option]) -> BlockGroup:
-    return BlockGroup(count=count, options=tuple(its_options))
-
-
-WEIGHTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS)
-PROGRAMS = st.builds(
-    lambda blocks, seconds, limits, bounds, constants, overflow, most: Program(
-        blocks=tuple(blocks),
-        seconds=tuple(seconds),
-        nbytes=(0.0, 1e9, 0.0),
-        limits=tuple(limits),
-        bounds=tuple(Bound(weights=tuple(w), constant_s=c) for w, c in zip(bounds, constants, strict=False)),
-        overflow=overflow,
-        buffers=(Buffer(tier=0, most_nbytes=most[0]), Buffer(tier=1, most_nbytes=most[1])),
-    ),
-    st.lists(
-        st.builds(
-            lambda n, w: BlockGroup(count=n, options=tuple(w)),
-            st.integers(1, 4),
-            st.lists(options(), min_size=1, max_size=3),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-    st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
-    st.lists(st.integers(0, 40).map(lambda n: n * 1e9), min_size=NUM_TIERS, max_size=NUM_TIERS),
-    st.lists(
-        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=NUM_PARTS, max_size=NUM_PARTS), min_size=1, max_size=4
-    ),
-    st.lists(SECONDS, min_size=4, max_size=4),
-    st.none()
-    | st.builds(
-        lambda seconds: Overflow(source=1, target=2, seconds=tuple(each / 1e9 for each in seconds)),
-        st.lists(SECONDS, min_size=NUM_PARTS, max_size=NUM_PARTS),
-    ),
-    st.lists(NBYTES, min_size=NUM_BUFFERS, max_size=NUM_BUFFERS),
-)
-
-
-def splits(count: int, num_options: int) -> Iterator[tuple[int, ...]]:
-    if num_options == 1:
-        yield (count,)
-        return
-    for first in range(count + 1):
-        for rest in splits(count - first, num_options - 1):
-            yield (first, *rest)
-
-
-def best_of_all(program: Program) -> Outcome | None:
-    """Searches all solutions. It moves the minimum that fits, because moving alone never saves time."""
-    best = None
-    for counts in itertools.product(*(splits(group.count, len(group.options)) for group in program.blocks)):
-        moved = 0.0
-        if (overflow := program.overflow) is not None:
-            unmoved = outcome_of(program, Assignment(counts=counts, moved_nbytes=0.0))
-            moved = max(0.0, unmoved.nbytes[overflow.source] - program.limits[overflow.source])
-            movable = sum(
-                n * option.movable_nbytes
-                for group, ns in zip(program.blocks, counts, strict=True)
-                for option, n in zip(group.options, ns, strict=True)
-            )
-            if moved > movable:
-                continue
-        outcome = outcome_of(program, Assignment(counts=counts, moved_nbytes=moved))
-        if fits(program, outcome) and (best is None or outcome.cost < best.cost):
-            best = outcome
-    return best
-
-
-def fits(program: Program, outcome: Outcome) -> bool:
-    return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))
+PROGRAMS = programs()
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -142,7 +49,7 @@ def test_equals_exhaustive_search_thousands_of_times(program: Program) -> None:
 @given(PROGRAMS)
 def test_slow_proof_ends_within_a_thousandth(program: Program) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("windlass.planner.solver.integer_program._MAX_NODES", 0)
+        patch.setattr("windlass.planner.solver.program.integer_program._MAX_NODES", 0)
         assert_best(program, rel=1e-3)
 
 

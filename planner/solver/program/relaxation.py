@@ -6,13 +6,14 @@
   without the condition that counts are whole numbers. They are good for all programs that differ little.
 """
 
-import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from windlass.planner.solver.highs import InaccurateError, LinearProgram, minimize
-from windlass.planner.solver.integer_program import SPARE_WEIGHT, BlockGroup, Bound, Buffer, Program
+from windlass.planner.solver.program.highs import InaccurateError, LinearProgram, minimize
+from windlass.planner.solver.program.integer_program import SPARE_WEIGHT, BlockGroup, Bound, Buffer, Program
+from windlass.planner.solver.program.kept_results import kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class Options:
     """The options of all blocks as matrices, with a row for each option."""
 
     counts: "np.ndarray"  # of each group of blocks
@@ -36,14 +37,15 @@ class _Options:
     most_buffered: tuple[float, ...]  # the bytes in each buffer, if as many as possible are there
 
 
-@functools.lru_cache(maxsize=256)
-def _options_of(blocks: tuple[BlockGroup, ...], num_buffers: int) -> _Options:
+@kept(256)
+def options_of(blocks: tuple[BlockGroup, ...], num_buffers: int) -> Options:
+    """Returns the options of some groups, as matrices."""
     options = [option for group in blocks for option in group.options]
     nothing = (0.0,) * num_buffers
     counts = np.array([group.count for group in blocks], dtype=float)
     starts = np.cumsum([0, *(len(group.options) for group in blocks[:-1])])
     buffered = np.array([option.buffered_nbytes or nothing for option in options]).reshape(len(options), num_buffers)
-    return _Options(
+    return Options(
         counts=counts,
         starts=starts,
         seconds=np.array([option.seconds for option in options]),
@@ -56,9 +58,9 @@ def _options_of(blocks: tuple[BlockGroup, ...], num_buffers: int) -> _Options:
 
 def least_cost(program: Program) -> float:
     """Returns a lower bound of a program's value that ignores its limits."""
-    options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program.bounds)
-    spare = _spare_weights(program)
+    options = options_of(program.blocks, len(program.buffers))
+    weights, constants = bounds_of(program.bounds)
+    spare = spare_weights(len(program.seconds), program.uncounted_parts)
     by_bound = np.minimum.reduceat(options.seconds @ weights.T, options.starts, axis=0)  # (groups, bounds)
     work_s = np.minimum.reduceat(options.seconds @ spare, options.starts)
     seconds = np.array(program.seconds)
@@ -68,10 +70,10 @@ def least_cost(program: Program) -> float:
 
 def priced_cost(program: Program, prices: Prices) -> float:
     """Returns a lower bound of a program's value from prices of another program with the same kinds of bounds."""
-    options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program.bounds)
-    per_second = prices.bounds @ weights + _spare_weights(program)  # of each part
-    costs = options.seconds @ per_second + _with_buffers(program, options) @ prices.tiers
+    options = options_of(program.blocks, len(program.buffers))
+    weights, constants = bounds_of(program.bounds)
+    per_second = prices.bounds @ weights + spare_weights(len(program.seconds), program.uncounted_parts)  # of each part
+    costs = options.seconds @ per_second + with_buffers(program.buffers, options) @ prices.tiers
     if (overflow := program.overflow) is not None:
         move = float(np.array(overflow.seconds) @ per_second) + prices.tiers[overflow.target]
         # Bytes move where that is cheaper than their place.
@@ -84,13 +86,15 @@ def priced_cost(program: Program, prices: Prices) -> float:
 
 def relaxed(program: Program) -> tuple[float, Prices] | None:
     """Returns a lower bound of the program's value, with its prices. Returns None if nothing fits."""
-    options = _options_of(program.blocks, len(program.buffers))
-    weights, constants = _bounds_of(program.bounds)
+    options = options_of(program.blocks, len(program.buffers))
+    weights, constants = bounds_of(program.bounds)
     seconds, free = np.array(program.seconds), np.array(program.limits) - np.array(program.nbytes)
+    if _is_short(program, options, free):
+        return None
     num_options, num_bounds, num_tiers = len(options.seconds), len(weights), len(program.limits)
     units = np.maximum(np.maximum(program.limits, program.nbytes), 1.0)  # HiGHS compares with limited precision
-    nbytes = _with_buffers(program, options)
-    overflow, spare = program.overflow, _spare_weights(program)
+    nbytes = with_buffers(program.buffers, options)
+    overflow, spare = program.overflow, spare_weights(len(program.seconds), program.uncounted_parts)
     unit = units[overflow.source] if overflow is not None else 1.0
     moved = np.zeros(len(seconds)) if overflow is None else unit * np.array(overflow.seconds)
     # Columns: a count of each option, moved bytes, the step.
@@ -129,21 +133,33 @@ def relaxed(program: Program) -> tuple[float, Prices] | None:
     return max(priced_cost(program, prices), least_cost(program)), prices
 
 
-@functools.lru_cache(maxsize=256)
-def _bounds_of(bounds: tuple[Bound, ...]) -> "tuple[np.ndarray, np.ndarray]":
+def _is_short(program: Program, options: Options, free: "np.ndarray") -> bool:
+    """Returns whether a tier is too small even for the options that take least of it."""
+    nbytes = options.nbytes
+    if program.overflow is not None:
+        nbytes = nbytes.copy()
+        nbytes[:, program.overflow.source] -= options.movable
+    least = options.counts @ np.minimum.reduceat(nbytes, options.starts, axis=0)
+    return bool((least > free).any())
+
+
+@kept(256)
+def bounds_of(bounds: tuple[Bound, ...]) -> "tuple[np.ndarray, np.ndarray]":
+    """Returns the weights of parts in each bound (bounds, parts), and each bound's constant seconds."""
     return np.array([bound.weights for bound in bounds]), np.array([bound.constant_s for bound in bounds])
 
 
-def _spare_weights(program: Program) -> "np.ndarray":
-    weights = np.full(len(program.seconds), SPARE_WEIGHT)
-    weights[list(program.uncounted_parts)] = 0.0
+def spare_weights(num_parts: int, uncounted_parts: Iterable[int]) -> "np.ndarray":
+    """Returns the weight of each part in the counted work."""
+    weights = np.full(num_parts, SPARE_WEIGHT)
+    weights[list(uncounted_parts)] = 0.0
     return weights
 
 
-def _with_buffers(program: Program, options: _Options) -> "np.ndarray":
+def with_buffers(buffers: Sequence[Buffer], options: Options) -> "np.ndarray":
     """Returns the bytes of options, with the least share of their bytes in buffers that these take in any case."""
     nbytes = options.nbytes
-    for index, buffer in enumerate(program.buffers):
+    for index, buffer in enumerate(buffers):
         share = _least_share(options.most_buffered[index], buffer)
         if share:
             nbytes = nbytes.copy()

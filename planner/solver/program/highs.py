@@ -46,6 +46,7 @@ class Optimum:
     """A solution without whole numbers."""
 
     value: float
+    columns: "np.ndarray"
     duals: "np.ndarray"  # by how much the value grows with each row's limit
 
 
@@ -83,13 +84,29 @@ def minimize(program: LinearProgram) -> Optimum | None:
         InaccurateError: it ended without a result.
     """
     highs = _run(program, None, _LINEAR)
-    if highs.getModelStatus() in _INFEASIBLE:
-        return None
-    _require(highs, highspy.HighsModelStatus.kOptimal)
-    return Optimum(
-        value=highs.getInfo().objective_function_value,
-        duals=np.array(highs.getSolution().row_dual),
-    )
+    return None if highs.getModelStatus() in _INFEASIBLE else _optimum(highs)
+
+
+class KeptProgram:
+    """A program without whole numbers that HiGHS keeps. For other limits it is solved in a fraction of the time."""
+
+    def __init__(self, program: LinearProgram) -> None:
+        """Passes the program to HiGHS. Raises SolverError if that refuses it."""
+        self._least_sums = program.least_sums
+        self._indices = np.arange(len(program.least_sums), dtype=np.int32)
+        self._highs = _passed(program, None, _LINEAR)
+
+    def minimize(self, most_sums: "np.ndarray") -> Optimum:
+        """Returns the optimum for other largest sums. There must be one.
+
+        Raises:
+            InaccurateError: HiGHS ended without a result.
+        """
+        self._highs.changeRowsBounds(  # type: ignore[attr-defined]
+            len(self._indices), self._indices, self._least_sums, most_sums
+        )
+        _solve(self._highs)
+        return _optimum(self._highs)
 
 
 def minimize_whole(program: LinearProgram, whole: "np.ndarray", *, gap: float, max_nodes: int) -> Assigned | None:
@@ -120,6 +137,12 @@ def minimize_whole(program: LinearProgram, whole: "np.ndarray", *, gap: float, m
 
 
 def _run(program: LinearProgram, whole: "np.ndarray | None", options: Mapping[str, Any]) -> highspy.Highs:
+    highs = _passed(program, whole, options)
+    _solve(highs)
+    return highs
+
+
+def _passed(program: LinearProgram, whole: "np.ndarray | None", options: Mapping[str, Any]) -> highspy.Highs:
     highs = _QuietHighs()  # type: ignore[no-untyped-call]
     for name, value in {**_ALWAYS, **options}.items():
         if highs.setOptionValue(name, value) == highspy.HighsStatus.kError:
@@ -127,9 +150,22 @@ def _run(program: LinearProgram, whole: "np.ndarray | None", options: Mapping[st
     # A warning says that tiny numbers count as zero.
     if highs.passModel(_model(program, whole)) == highspy.HighsStatus.kError:
         raise SolverError(f"HiGHS refused a program with {program.rows.shape[0]} rows; is a number of it not finite?")
+    return highs
+
+
+def _solve(highs: highspy.Highs) -> None:
     if highs.run() == highspy.HighsStatus.kError:
         raise InaccurateError(f"HiGHS failed with {highs.modelStatusToString(highs.getModelStatus())}")
-    return highs
+
+
+def _optimum(highs: highspy.Highs) -> Optimum:
+    _require(highs, highspy.HighsModelStatus.kOptimal)
+    solution = highs.getSolution()
+    return Optimum(
+        value=highs.getInfo().objective_function_value,
+        columns=np.array(solution.col_value),
+        duals=np.array(solution.row_dual),
+    )
 
 
 def _require(highs: highspy.Highs, *expected: highspy.HighsModelStatus) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from windlass.planner.solver.highs import (
+from windlass.planner.solver.program.highs import (
     Assigned,
     InaccurateError,
     LinearProgram,

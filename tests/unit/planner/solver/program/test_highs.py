@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from windlass.planner.solver import highs
-from windlass.planner.solver.highs import (
+from windlass.planner.solver.program import highs
+from windlass.planner.solver.program.highs import (
     InaccurateError,
+    KeptProgram,
     LinearProgram,
     SolverError,
     minimize,
@@ -95,3 +96,28 @@ def test_solving_writes_nothing_to_the_process_output(capfd: pytest.CaptureFixtu
     minimize_whole(hard_program(), np.ones(30), gap=0.0, max_nodes=1)
     minimize_whole(program(most=0.5), WHOLE, gap=0.0, max_nodes=10)
     assert capfd.readouterr() == ("", "")
+
+
+def test_kept_program_with_other_limits_equals_a_new_one() -> None:
+    kept = KeptProgram(at_most(10.0))
+    for most in (10.0, 4.0, 7.0):
+        new = minimize(at_most(most))
+        assert new is not None
+        optimum = kept.minimize(np.array([most]))
+        assert (optimum.value, optimum.columns.tolist(), optimum.duals.tolist()) == (
+            new.value,
+            new.columns.tolist(),
+            new.duals.tolist(),
+        )
+
+
+def at_most(most_sum: float) -> LinearProgram:
+    """Maximizes x + 2y, where x + y is at most a sum and y is at most 5."""
+    return LinearProgram(
+        costs=np.array([-1.0, -2.0]),
+        rows=np.array([[1.0, 1.0]]),
+        least_sums=np.array([-np.inf]),
+        most_sums=np.array([most_sum]),
+        least=np.zeros(2),
+        most=np.array([10.0, 5.0]),
+    )
