@@ -272,7 +272,7 @@ def _sweep(case: Case, directory: Path) -> list[Swap]:
 
 def _add_jobs(report: Report, options: argparse.Namespace, kept: KeptResults) -> dict[str, float]:
     """Predicts jobs and runs them. Returns the errors."""
-    num_timed_steps = 2 if options.quick else 5
+    num_timed_steps = 2 if options.quick else 7
     results, machines = [], []
     with scratch_folder(options.directory) as directory:
         for i, case in enumerate(QUICK_CASES if options.quick else CASES):

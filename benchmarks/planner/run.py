@@ -29,7 +29,7 @@ _HOME, _SSD = "home", "ssd"
 _NUM_MEMORY_STEPS = 4  # steps after which a job's memory no longer grows
 _BLOCK_NBYTES = 512  # unit of `st_blocks`
 _TIMED = "timed"  # a file that is there from the first timed step on
-_RUN_S = 4.0  # for which a job runs between two measurements of the machine's pace
+_RUN_S = 2.0  # for which a job runs between two measurements of the machine's pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
