@@ -216,7 +216,12 @@ def _fastest_of(
             continue
         solution, excess = counted(question, profiles, other)
         if excess > 0:
-            continue
+            if step_s <= (1 + _LEAST_WAIT) * fastest.step_s:
+                continue  # little is to be gained by a search for a plan of this kind that fits
+            try:
+                solution = solve_kind_exactly(question, replace(other.kind, limits=question.limits), profiles)
+            except DoesNotFitError:
+                continue
         num_simulated = len(simulated)
         other_s = _step_of(question, profiles, solution, simulated, min(step_s, (1 + _FAR) * below_s))
         is_alike = len(simulated) > num_simulated and abs(other_s - step_s) <= _ALIKE * step_s
