@@ -169,8 +169,8 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     simulated: list[_Simulated] = []
     busy, busy_s = _fastest_of(question, profiles, found, simulated)
     fastest, step_s = _with_fewer_waits(question, profiles, busy, simulated)
-    if fastest.costs.job.keeps_grads and step_s > (1 + _LEAST_WAIT) * busy.step_s:
-        # It waits. Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
+    if fastest.costs.job.keeps_grads and _waits(busy, step_s):
+        # Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
         rivals = found.of_kind(fastest.costs.job.update_order, not fastest.costs.spills, step_s)
         fastest, step_s = _faster_of((fastest, step_s), question, profiles, rivals, simulated, step_s)
     if question.chooses_order:
@@ -216,11 +216,13 @@ def _fastest_of(
             continue
         solution, excess = counted(question, profiles, other)
         if excess > 0:
-            if step_s <= (1 + _LEAST_WAIT) * fastest.step_s:
+            if not _waits(fastest, step_s):
                 continue  # little is to be gained by a search for a plan of this kind that fits
             try:
                 solution = solve_kind_exactly(question, replace(other.kind, limits=question.limits), profiles)
             except DoesNotFitError:
+                continue
+            if solution.step_s >= step_s:
                 continue
         num_simulated = len(simulated)
         other_s = _step_of(question, profiles, solution, simulated, min(step_s, (1 + _FAR) * below_s))
@@ -230,6 +232,11 @@ def _fastest_of(
         if is_alike:
             break
     return fastest, step_s
+
+
+def _waits(solution: Solution, step_s: float) -> bool:
+    """Returns whether a step takes clearly longer than the cost model's bound, because work waits for other work."""
+    return step_s > (1 + _LEAST_WAIT) * solution.step_s
 
 
 def _with_fewer_waits(
@@ -248,7 +255,7 @@ def _with_more_passing(
     """
     step_s, number = _step_of(question, profiles, busy, simulated), busy.placement.num_passing_blocks
     more = min(_MORE_PASSING, most_passing_blocks(busy.costs.job.model.num_own_blocks))
-    if number is None or number >= more or step_s <= (1 + _LEAST_WAIT) * busy.step_s:
+    if number is None or number >= more or not _waits(busy, step_s):
         return busy
     try:
         kind = replace(busy.kind, num_passing_blocks=more, limits=question.limits)
@@ -272,7 +279,7 @@ def _with_idle_ssds(
         return fastest, step_s
     speeds, most = busy.costs.speeds, busy.busy_s["ssd"] / busy.step_s
     for share in _BUSY_SHARES:
-        if step_s <= (1 + _LEAST_WAIT) * fastest.step_s:
+        if not _waits(fastest, step_s):
             break
         factor = share * most
         slower = replace(

@@ -110,5 +110,17 @@ def best_of_all(program: Program) -> Outcome | None:
     return best
 
 
+def beside_the_best(program: Program, found: Assignment | None) -> tuple[Outcome, Outcome] | None:
+    """The outcomes of the best assignment and of the one that was found, which fits. None: neither exists."""
+    best = best_of_all(program)
+    assert (best is None) == (found is None)
+    if best is None or found is None:
+        return None
+    assert [sum(counts) for counts in found.counts] == [group.count for group in program.blocks]
+    outcome = outcome_of(program, found)
+    assert fits(program, outcome)
+    return best, outcome
+
+
 def fits(program: Program, outcome: Outcome) -> bool:
     return all(used <= limit * (1 + 1e-6) + 1 for used, limit in zip(outcome.nbytes, program.limits, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
-from tests.support.planner.programs import best_of_all, fits, programs
+from tests.support.planner.programs import beside_the_best, programs
 from windlass.planner.solver.program import integer_program
 from windlass.planner.solver.program.highs import Assigned, SolverError
 from windlass.planner.solver.program.integer_program import (
@@ -54,14 +54,10 @@ def test_slow_proof_ends_within_a_thousandth(program: Program) -> None:
 
 
 def assert_best(program: Program, rel: float = 2e-6) -> None:
-    best, found = best_of_all(program), solve(program)
-    assert (best is None) == (found is None)
-    if best is None or found is None:
-        return
-    assert [sum(counts) for counts in found.counts] == [group.count for group in program.blocks]
-    outcome = outcome_of(program, found)
-    assert fits(program, outcome)
-    assert outcome.cost == pytest.approx(best.cost, rel=rel, abs=1e-6)
+    compared = beside_the_best(program, solve(program))
+    if compared is not None:
+        best, outcome = compared
+        assert outcome.cost == pytest.approx(best.cost, rel=rel, abs=1e-6)
 
 
 @settings(max_examples=examples(100), deadline=None)
