@@ -1,5 +1,7 @@
 """The life of an actor's threads and processes: their names, cores, locks, and stop requests."""
 
+from windlass.actors.lifecycle.absent_packages import UNUSED_BY_MODELS as UNUSED_BY_MODELS
+from windlass.actors.lifecycle.absent_packages import hide_packages as hide_packages
 from windlass.actors.lifecycle.attempt_lock import begin_attempt as begin_attempt
 from windlass.actors.lifecycle.attempt_lock import close_attempt as close_attempt
 from windlass.actors.lifecycle.attempt_lock import has_begun as has_begun

@@ -1,13 +1,8 @@
-"""Hides installed packages that a job's processes do not need. Ray imports this module first in each of its workers.
+"""Hides packages that a job's processes do not need. Ray imports this module first in each of its workers.
 
-Ray and transformers import some packages whenever these are installed, for features that no job uses. The packages take
-7 MiB of each worker (pydantic, starlette: Ray's serialization) and 20 MiB of the GPU worker (scipy: losses of object
-detection).
+Ray's serialization would import pydantic and starlette, which take 7 MiB of each worker.
 """
 
-import sys
+from windlass.actors.lifecycle import UNUSED_BY_MODELS, hide_packages
 
-_UNUSED = ("pydantic", "starlette", "scipy")
-
-for _name in _UNUSED:
-    sys.modules.setdefault(_name, None)  # type: ignore[arg-type]  # its import then fails like that of an absent package
+hide_packages(("pydantic", "starlette", *UNUSED_BY_MODELS))

@@ -1,6 +1,6 @@
 """Checks windlass on this GPU: its results against plain PyTorch's, and its speed against what the GPU can do.
 
-`make gpu-check` runs up to 20 cases in a fixed order, each in a process of its own. Ten minutes tell most, because the
+`make gpu-check` runs up to 21 cases in a fixed order, each in a process of its own. Ten minutes tell most, because the
 first four cases answer most. Each case adds one line to a results file, from which the report is made, so a killed run
 loses only its current case. `--resume` goes on. docs/gpu.md says how to read the output.
 

@@ -79,16 +79,20 @@ class LinkCase:
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """Training in one precision, with every choice for activations and every tier of states."""
+    """Training in one precision, with every choice for activations and every tier of states.
+
+    Or with lanes, several GPU workers and several boxes. All of them compute on the one GPU, in streams of their own.
+    """
 
     precision: Precision
+    has_several: bool = False
     part: str = "parity"
     expected_s: float = 150.0
 
     @property
     def name(self) -> str:
         """See Case."""
-        return f"parity-{self.precision}"
+        return f"parity-{self.precision}{'-several' if self.has_several else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,7 @@ def cases(*, is_tiny: bool = False) -> list[Case]:
         _speed("1.5B", host, 16),
         _speed("7B", ssd, 16),
         _speed("3B", host, 16),
+        ParityCase(Precision.BF16, has_several=True),
         ParityCase(Precision.FP32),
         ParityCase(Precision.FP16),
         _speed("7B", host, 16, has_cap=False),

@@ -20,7 +20,9 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise, starmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,9 +31,11 @@ from benchmarks.activations.memory_need import room_for_activations
 from benchmarks.gpu_check.case import Setting, in_short
 from benchmarks.gpu_check.cases import ParityCase
 from benchmarks.gpu_check.watch import HostWaits, host_waits
+from benchmarks.peers.contenders import SHM_DIR
 from tests.support.reference_loop import PlainRun, train_plainly
 from tests.support.training import (
     VOCABULARY,
+    boxes_of,
     exported_params,
     has_direct_io,
     losses_of,
@@ -43,7 +47,7 @@ from tests.support.training import (
 from windlass.actors.job import JobSpec
 from windlass.actors.messages import ComputeProgressed, Message, ModelKernelsChosen, Phase
 from windlass.actors.runtime.local_runner import run_local
-from windlass.actors.worker_policy import Ordering
+from windlass.actors.worker_policy import Ordering, Stage
 from windlass.amounts import GIB
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.memory_plan import ActivationChoice, Placement
@@ -68,7 +72,8 @@ _BUDGET_NBYTES = 2 * GIB
 _SLICE_TOKENS, _PIECE_TOKENS = 64, 24
 _PRODUCT_ROWS = 32  # of the part of a slice's gradient that is made at once
 
-_Settings = tuple[int, bool, tuple[ModelKernel, ...]]  # micro-batches, tied, kernels of the model
+# Micro-batches, tied, kernels of the model, largest norm.
+_Settings = tuple[int, bool, tuple[ModelKernel, ...], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +91,16 @@ class Variant:
     is_streamed: bool = False  # layers are copied to the device in pieces, and their gradients leave it in pieces
     is_sliced: bool = False  # the head goes over several slices of tokens
     model_kernels: tuple[ModelKernel, ...] = ()  # on both sides; empty: torch's own
+    lanes: int = 1
+    num_ranks: int = 1  # GPU workers of a box
+    num_boxes: int = 1
+    group_size: int | None = None
+    clip_norm: float | None = None
 
     @property
     def reference(self) -> _Settings:
         """The settings that change what is computed."""
-        return self.num_microbatches, self.is_tied, self.model_kernels
+        return self.num_microbatches, self.is_tied, self.model_kernels, self.clip_norm
 
     @property
     def described(self) -> str:
@@ -98,6 +108,8 @@ class Variant:
         parts = [f"activations {self.activations}", f"states on {self.place}", f"{self.num_microbatches} micro-batches"]
         parts += [f"updates {self.kernel or Kernel.COMPILED}"]
         parts += ["streamed"] * self.is_streamed + ["a sliced head"] * self.is_sliced + list(self.model_kernels)
+        parts += [f"{self.lanes} lanes"] * (self.lanes > 1) + [f"{self.num_ranks} workers"] * (self.num_ranks > 1)
+        parts += [f"{self.num_boxes} boxes"] * (self.num_boxes > 1) + ["clipped"] * (self.clip_norm is not None)
         return ", ".join(parts)
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
@@ -108,6 +120,7 @@ class Variant:
             device_blocks=blocks if self.place == "device" else (),
             streamed_blocks=blocks[1:-1] if self.is_streamed else (),
             streams_grads=self.is_streamed,
+            group_size=self.group_size,
             activations=self.activations.of_layers(num_blocks - 2),
         )
         nbytes = room_for_activations(spec, placement, device)
@@ -167,11 +180,41 @@ def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
     return [*plain, *streamed, sliced, *([compiled] if compiles else [])]
 
 
+def several(precision: Precision) -> list[Variant]:
+    """Returns variants with lanes, several GPU workers and several boxes, whole and in pieces.
+
+    The first has none of them, but one micro-batch, whose sums the noise floor needs.
+    """
+    plain = Variant(
+        precision=precision,
+        activations=ActivationChoice.RECOMPUTE,
+        swaps_to_ssd=False,
+        place="SSD",
+        num_microbatches=4,
+        is_tied=False,
+        kernel=Kernel.FUSED,
+        num_ahead=2,
+    )
+    streamed = dataclasses.replace(plain, is_streamed=True)
+    return [
+        dataclasses.replace(plain, num_microbatches=1),
+        dataclasses.replace(plain, lanes=2),
+        dataclasses.replace(streamed, lanes=2, clip_norm=0.5),
+        dataclasses.replace(plain, num_ranks=2, activations=ActivationChoice.SWAP),
+        dataclasses.replace(streamed, num_ranks=2, group_size=1),
+        dataclasses.replace(streamed, lanes=4, num_ranks=2, group_size=2, is_tied=True),
+        dataclasses.replace(streamed, lanes=4, num_ranks=4, clip_norm=0.5),
+        dataclasses.replace(plain, num_boxes=2),
+        dataclasses.replace(streamed, num_boxes=2, num_ranks=2, lanes=2, clip_norm=0.5),
+    ]
+
+
 def measure(case: ParityCase, setting: Setting) -> dict[str, Any]:
     """Compares all variants of a precision. A failed variant does not stop the others."""
     references: dict[_Settings, _Reference] = {}
-    listed = variants(case.precision, compiles=not setting.is_tiny)
-    if kernels := _kernels_here(case.precision, setting):
+    compiles = not setting.is_tiny
+    listed = several(case.precision) if case.has_several else variants(case.precision, compiles=compiles)
+    if not case.has_several and (kernels := _kernels_here(case.precision, setting)):
         # FlashAttention 2 needs several examples in a micro-batch, and the head's product several micro-batches.
         listed.append(dataclasses.replace(listed[0], model_kernels=kernels, num_microbatches=2, is_sliced=True))
     with _deterministic(setting.device):
@@ -199,7 +242,7 @@ def _noise(
     references: Mapping[_Settings, "_Reference"], model_kernels: tuple[ModelKernel, ...]
 ) -> tuple[Differences, Differences]:
     """Returns the largest difference of repetitions with the given kernels, and their noise floor."""
-    same = [each for (_, _, kernels), each in references.items() if kernels == model_kernels]
+    same = [each for (_, _, kernels, _), each in references.items() if kernels == model_kernels]
     repeated = Differences.largest([each.repeated for each in same])
     return repeated, Differences.largest([repeated, *(each.other_order for each in same)])
 
@@ -312,9 +355,13 @@ def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -
         ordering=Ordering(max_prefetched=variant.num_ahead),
         model_kernels=variant.model_kernels,
         device_memory_nbytes=_BUDGET_NBYTES,
+        lanes=variant.lanes,
+        num_ranks=variant.num_ranks,
+        clip_norm=variant.clip_norm,
     )
     partition = make_partition(spec)
-    spec = variant.placed(spec, len(partition.layout.blocks), setting.device)
+    num_blocks = len(partition.layout.blocks)
+    spec = variant.placed(spec, num_blocks, setting.device)
     chosen: tuple[ModelKernel, ...] = ()
 
     def look(_: ActorName, message: Message) -> None:
@@ -323,9 +370,18 @@ def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -
         if isinstance(message, ModelKernelsChosen):
             chosen = message.kernels
 
-    with _sliced_head() if variant.is_sliced else contextlib.nullcontext():
+    with contextlib.ExitStack() as during:
+        if variant.is_sliced:
+            during.enter_context(_sliced_head())
+        boxes = [spec]
+        if variant.num_boxes > 1:
+            boxes = boxes_of(spec, _stages(num_blocks, variant.num_boxes))
+            # The boxes' arenas have one name. CUDA registers only memory.
+            folders = [during.enter_context(TemporaryDirectory(dir=SHM_DIR)) for _ in boxes]
+            boxes = [dataclasses.replace(box, arena_dir=path) for box, path in zip(boxes, folders, strict=True)]
         outcome = run_local(
-            spec,
+            boxes[0],
+            other_boxes=boxes[1:],
             partition=partition,
             device=setting.device,
             poison_released=True,
@@ -337,6 +393,12 @@ def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -
     if chosen != variant.model_kernels:
         raise RuntimeError(f"the model was computed with {chosen}, plain PyTorch's with {variant.model_kernels}")
     return spec
+
+
+def _stages(num_blocks: int, number: int) -> tuple[Stage, ...]:
+    """Divides all blocks evenly."""
+    edges = [num_blocks * i // number for i in range(number + 1)]
+    return tuple(starmap(Stage, pairwise(edges)))
 
 
 def turn_on_after_second_step(waits: HostWaits, message: Message) -> None:

@@ -123,18 +123,27 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _parity_keys(results: Mapping[str, Result]) -> dict[str, Any]:
-    found = {
-        precision: results[name].measured for precision in _PRECISIONS if (name := f"parity-{precision}") in results
-    }
+    found = {name: each.measured for name, each in results.items() if each.part == "parity" and each.measured}
 
     def of(key: str) -> dict[str, float | None]:
-        return {str(precision): found.get(precision, {}).get(key) for precision in _PRECISIONS}
+        """Returns the largest of each precision's cases."""
+        values: dict[str, float | None] = dict.fromkeys(map(str, _PRECISIONS))
+        for name, measured in found.items():
+            precision, value = _precision_of(name), measured.get(key)
+            if value is not None:
+                values[precision] = max(value, values[precision] or 0.0)
+        return values
 
     return {
         "loss_difference_max": of("loss_difference_max"),
         "param_difference_max": of("param_difference_max"),
         "num_wrong": sum(each.get("num_wrong", 0) for each in found.values()),
     }
+
+
+def _precision_of(name: str) -> str:
+    """Returns the precision in the name of a parity case."""
+    return name.split("-")[1]
 
 
 def _peer_keys(results: Mapping[str, Result], cases: Sequence[Case]) -> dict[str, Any]:
@@ -219,7 +228,7 @@ def _parity_tables(results: list[Result]) -> list[str]:
     settings = ("activations", "place", "num_microbatches", "is_tied", "num_ahead")
     floors, rows = [], []
     for result in results:
-        precision = result.case.removeprefix("parity-")
+        precision = _precision_of(result.case)
         repeated, floor = result.measured["repeated"], result.measured["floor"]
         floors.append((precision, *(f"{each[key]:.1e}" for each in (repeated, floor) for key in ("loss", "params"))))
         for run in result.measured["runs"]:
@@ -229,6 +238,9 @@ def _parity_tables(results: list[Result]) -> list[str]:
             cells["activations"] += ", to SSD" if run["swaps_to_ssd"] else ""
             cells["place"] += ", in pieces" if run["is_streamed"] else ""
             cells["activations"] += ", head in slices" if run.get("is_sliced") else ""
+            cells["place"] += ", clipped" if run.get("clip_norm") else ""
+            several = (("lanes", "lanes"), ("num_ranks", "workers a box"), ("num_boxes", "boxes"))
+            cells["num_microbatches"] += "".join(f", {run[key]} {word}" for key, word in several if run.get(key, 1) > 1)
             kernels = _kernels(run.get("model_kernels", ()))
             waits = "" if difference is None else str(run["host_waits"])
             updates = str(run["kernel"] or "compiled")

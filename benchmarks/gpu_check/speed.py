@@ -194,6 +194,7 @@ class _Training:
         return {
             "step_s": [data["step_s"] for data in steps[:_NUM_TIMED]],
             **_of_timelines([data["timeline"] for data in steps[:_NUM_TIMED]]),
+            "busy_s_by_step": [data["timeline"]["busy_s"] for data in steps],
             "swapped_nbytes": steps[0]["activation_bytes_out"],
             "arena_nbytes": self._arena_nbytes,
             "host_peak_nbytes": host_peak_nbytes,

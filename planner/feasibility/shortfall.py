@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from windlass.amounts import GIB, least_gib, least_text
+from windlass.amounts import GIB, bytes_text, least_gib, least_text
 from windlass.engine.memory_plan import MemoryTier, reserved_nbytes
 from windlass.planner.feasibility.least_memory import LeastMemory, Need
 from windlass.planner.question import PlanQuestion, PlanReport
@@ -232,7 +232,8 @@ def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
     if need.on_device is None:
         return f"the layers are hypothetical, so its parts are not counted; with {number}{in_pieces}"
     parts = need.on_device.in_words(on_gpu=on_gpu)
-    return f"with {number}{in_pieces} the device's memory goes to: {parts}"
+    driver = f"; the GPU's driver takes {bytes_text(DRIVER_NBYTES)} more" if on_gpu else ""
+    return f"with {number}{in_pieces} the device's memory goes to: {parts}{driver}"
 
 
 def extremes(numbers: Iterable[int]) -> list[int]:

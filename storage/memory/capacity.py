@@ -47,10 +47,12 @@ class DiskFull(InsufficientSpaceError):
 
 def is_out_of_space(error: BaseException | None) -> bool:
     """Checks whether a full disk or a quota caused the error, directly or through its causes. A retry may succeed."""
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
         if getattr(error, "errno", None) in _FULL:
             return True
-        # Ray wraps an actor's exception.
+        seen.add(id(error))
+        # Ray wraps an actor's exception. If the wrapped one is raised again from its wrapper, each causes the other.
         error = getattr(error, "cause", None) or error.__cause__
     return False
 

@@ -447,6 +447,17 @@ def test_a_disk_too_small_is_refused(driver: Driver, tmp_path: Path) -> None:
     assert leftovers_of(spec) == []
 
 
+def test_a_worker_that_cannot_start_ends_the_job_with_its_error(driver: Driver, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    config = Path(spec.model_dir, "config.json")
+    config.write_text(config.read_text().replace("qwen2", "no_such_model"))
+    driver.start(spec)
+    error = driver.await_end(spec)["error"]
+    assert error["code"] == "start_failed"
+    assert "no_such_model" in error["message"]
+    assert not any(path.startswith(spec.arena_dir) for path in leftovers_of(spec))
+
+
 def huge_layout() -> ModelLayout:
     """The layout of a model with some 2 * 10^11 parameters, in full chunks; its buffers are small."""
     chunk_numel, num_blocks = 2**20, 5000

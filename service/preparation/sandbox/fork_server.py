@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from windlass.actors.lifecycle import die_with_parent
+from windlass.actors.lifecycle import UNUSED_BY_MODELS, die_with_parent, hide_packages
 from windlass.service.preparation.sandbox.limited_exec import limit
 
 _MOST_NBYTES = 1 << 16  # of an order
 HALT, CONTINUE = b"halt", b"continue"  # messages to the server over a link
 PID = "pid "  # prefix of the message with the process's id
+CANNOT_FORK = 3  # exit code: an import has started threads, and another start would change nothing
 
 
 class ThreadedServerError(RuntimeError):
@@ -63,10 +64,16 @@ def main(modules: Sequence[str]) -> None:
     orders = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    hide_packages(UNUSED_BY_MODELS)
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # else each forked process copies the pages that its first garbage collection touches
-    order = serve(orders)
+    try:
+        _require_one_thread()  # before the first order, so that it need not begin anew
+        order = serve(orders)
+    except ThreadedServerError as error:
+        print(error, flush=True)
+        sys.exit(CANNOT_FORK)
     if order is not None:
         sys.argv = [order.module, *order.arguments]
         sys.modules[order.module].main()
@@ -93,8 +100,7 @@ def serve(orders: socket.socket) -> StepOrder | None:
         if not message:
             return None
         order, (log_fd, link_fd) = StepOrder(**json.loads(message)), fds
-        if len(tuple(Path("/proc/self/task").iterdir())) > 1:
-            raise ThreadedServerError("the imports of the step server have started threads, so it cannot fork")
+        _require_one_thread()
         pid = os.fork()
         if pid == 0:
             for each in all_forked:
@@ -107,6 +113,14 @@ def serve(orders: socket.socket) -> StepOrder | None:
         all_forked.append(forked)
         with contextlib.suppress(OSError):  # the caller has closed its end
             forked.link.send(f"{PID}{pid}".encode())
+
+
+def _require_one_thread() -> None:
+    if len(tuple(Path("/proc/self/task").iterdir())) > 1:
+        raise ThreadedServerError(
+            "an installed package starts threads when it is imported, so the step server cannot fork; each step of a "
+            "preparation imports everything itself, which takes it some seconds more"
+        )
 
 
 def _wait_for(fds: Sequence[int]) -> set[int]:

@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from windlass.actors.lifecycle import WAIT_POLICY, allocator_settings
 from windlass.service.installation import num_cores
-from windlass.service.preparation.sandbox.fork_server import CONTINUE, HALT, PID, StepOrder
+from windlass.service.preparation.sandbox.fork_server import CANNOT_FORK, CONTINUE, HALT, PID, StepOrder
 from windlass.storage.memory import describe_process_end
 
 _LOG = logging.getLogger(__name__)
@@ -243,8 +243,11 @@ class StepServer:
         self._orders: socket.socket | None = None
 
     def begin(self) -> None:
-        """Starts the server if it does not run, and returns while it imports. Raises OSError."""
-        if self._process is not None and self._process.poll() is None:
+        """Starts the server if it does not run, and returns while it imports. Raises OSError.
+
+        Does nothing if it has found that it cannot fork.
+        """
+        if self._process is not None and self._process.poll() in (None, CANNOT_FORK):
             return
         self.close()
         self._process, self._orders = start_server((_FORK_SERVER, *self._imports), self._log_path)
@@ -269,6 +272,8 @@ class StepServer:
             self._process = None
 
     def _can_run(self, limited: LimitedCommand) -> bool:
+        if self._process is not None and self._process.poll() == CANNOT_FORK:
+            return False
         is_ours = limited.command[:2] == (sys.executable, "-m") and limited.command[2] in self._modules
         return is_ours and limited.passed_on == PASSED_ON and not limited.sees_gpus
 

@@ -235,6 +235,7 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert planner_fits(with_limit(asked, memory, least.nbytes - DRIVER_NBYTES), profiles)
     assert not planner_fits(with_limit(asked, memory, int(0.98 * (least.nbytes - DRIVER_NBYTES))), profiles)
     assert "the device's memory goes to: " in least.reason
+    assert least.reason.endswith("; the GPU's driver takes 1.50 GiB more")
 
 
 @pytest.mark.parametrize("num_lanes", [pytest.param(1, marks=pytest.mark.long), 4])

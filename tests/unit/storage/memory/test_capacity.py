@@ -116,5 +116,8 @@ def test_lack_of_space_is_recognized_in_wrapped_errors() -> None:
         wrapped,
     ):
         assert room.is_out_of_space(error)
-    for other in (None, OSError(errno.EIO, "Input/output error"), RuntimeError("full"), StoreError("broken")):
+    # An actor's exception that is raised again from Ray's wrapper of it.
+    raised, wrapper = StoreError("broken"), RuntimeError("of an actor")
+    raised.__cause__, wrapper.cause = wrapper, raised  # type: ignore[attr-defined]
+    for other in (None, OSError(errno.EIO, "Input/output error"), RuntimeError("full"), StoreError("broken"), raised):
         assert not room.is_out_of_space(other)

@@ -265,14 +265,24 @@ def test_a_preparation_does_without_its_server(tmp_path: Path) -> None:
     code = f"open({str(result)!r}, 'w').write('{{\"ok\": true}}')"
     server = StepServer(["a_threaded_step"], tmp_path / "server.log")
     command = (sys.executable, "-m", "a_threaded_step", code)
-    step = PreparationStep(name="first", command=command, result_path=result, timeout_s=60)
-    preparation = Preparation([step], work_dir=tmp_path / "work", start=server.start)
-    until_s = time.monotonic() + 60
-    while (results := preparation.poll()) is None:
-        assert time.monotonic() < until_s, "the preparation did not end"
-        time.sleep(0.02)
-    assert results == {"first": {"ok": True}}
-    assert "have started threads" in (tmp_path / "server.log").read_text()
+    for _ in range(2):  # it is not started again for the second
+        step = PreparationStep(name="first", command=command, result_path=result, timeout_s=60)
+        preparation = Preparation([step], work_dir=tmp_path / "work", start=server.start)
+        until_s = time.monotonic() + 60
+        while (results := preparation.poll()) is None:
+            assert time.monotonic() < until_s, "the preparation did not end"
+            time.sleep(0.02)
+        assert results == {"first": {"ok": True}}
+    server.begin()
+    assert (tmp_path / "server.log").read_text().count("cannot fork") == 1
+    server.close()
+
+
+def test_server_imports_no_packages_that_no_step_needs(tmp_path: Path, modules: Path) -> None:
+    (modules / "sklearn.py").write_text(_STARTS_THREADS)
+    (modules / "a_step.py").write_text("import importlib.util\nfound = importlib.util.find_spec('sklearn')\n" + _MODULE)
+    server = StepServer(["a_step"], tmp_path / "server.log")
+    assert _start(server.start, tmp_path, "sys.exit(found is not None or imported_by == os.getpid())").wait() == 0
     server.close()
 
 
