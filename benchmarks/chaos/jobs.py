@@ -24,6 +24,7 @@ _JOB = {
     "sequence_length": 32,
     "precision": "bf16",
     "learning_rate": 1e-3,
+    "commit_minutes": 0,  # every 10 steps, so that something is committed between two injuries
     "evaluate_every": 20,
     "checkpoint_every": 20,
     "keep_checkpoints": 2,

@@ -34,7 +34,8 @@ MIN_PASSING_BLOCKS = 2
 # group of micro-batches. With less, a box that computes groups ahead would wait for the neighbour's compute.
 _NUM_CROSSING_POOLS = 2
 _CROSSING_UNIT_NBYTES = 4096  # slots of an arena are multiples of it
-# Steps between commits if states are resident in memory. A commit writes all states; a crash loses the steps after it.
+# Least steps between commits if states are resident in memory. A commit writes all states; a crash loses the steps
+# after it.
 COMMIT_EVERY = 10
 
 

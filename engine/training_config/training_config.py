@@ -1,5 +1,6 @@
 """The settings of a job's training. They are one object, so that a job runs as it was planned."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -122,6 +123,8 @@ class TrainingConfig:
     max_bad_steps: int = 10  # largest number of skipped steps in a row, due to gradients that are not finite
     total_steps: int
     initialization: Initialization = Initialization.WEIGHTS
+    # States that rest in memory are committed as rarely as compute of so many minutes allows; see `StepCosts`.
+    commit_minutes: float = 5.0
     evaluate_every: int | None = None  # steps; None: only at the end. Without validation data: never
     # Checkpoints that are exported besides the final model: every so many steps; at the first commit after so many
     # minutes; after the evaluation with the lowest loss so far. Only the last `keep_checkpoints` of the first two kinds
@@ -141,6 +144,8 @@ class TrainingConfig:
         for name in ("evaluate_every", "checkpoint_every", "keep_checkpoints"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1, or None")
+        if not 0 <= self.commit_minutes < math.inf:
+            raise ValueError(f"commit_minutes is {self.commit_minutes}; it must be at least 0")
         if self.num_microbatches > self.batch_size:
             raise ValueError(
                 f"num_microbatches is {self.num_microbatches}, but a batch has only {self.batch_size} examples"

@@ -287,7 +287,9 @@ def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment
     moved_nbytes = int(assignment.moved_nbytes) // costs.job.num_ranks
     num_on_ssd = min(num_slots, -(-moved_nbytes // ACTIVATION_SLOT_NBYTES))
     cached = tiers[StateTier.CACHED]
+    rests_in_memory = bool(tiers[StateTier.DEVICE] or tiers[StateTier.HOST])
     return Placement(
+        commit_every=costs.commit_every if rests_in_memory else None,
         device_blocks=tuple(sorted(tiers[StateTier.DEVICE])),
         host_blocks=tuple(sorted(tiers[StateTier.HOST])),
         streamed_blocks=costs.streamed_blocks,

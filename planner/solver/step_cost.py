@@ -53,6 +53,8 @@ from windlass.planner.cost import (
 from windlass.planner.solver.program import BlockGroup, Bound, Buffer, Option, Overflow, Program
 from windlass.planner.solver.step_bounds import Part, WaitingUpdates, bounding_parts, once
 
+_MOST_COMMIT_EVERY = 1000  # steps between commits of states in memory
+
 _Any = TypeVar("_Any")
 
 
@@ -141,6 +143,11 @@ class PlannedJob:
     def keeps_grads(self) -> bool:
         """True if all gradients must be known before any block is updated."""
         return self.update_order.keeps_grads
+
+    @property
+    def commit_period_s(self) -> float:
+        """The seconds of computing from one commit to the next, if states rest in memory."""
+        return 60 * self.training.commit_minutes
 
     @cached_property
     def param_itemsize(self) -> int:
@@ -352,6 +359,22 @@ class StepCosts:
             ),
         )
 
+    @property
+    def commit_every(self) -> int:
+        """The steps from one commit to the next, if states rest in memory.
+
+        A commit writes all of them to the SSDs, and the next updates wait for it. So they are as rare as a loss of some
+        minutes of computing allows, if the machine fails. What is computed decides, because a plan decides the rest.
+        """
+        return _known(self.job.known, ("commit_every", self.speeds), self._commit_every)
+
+    def _commit_every(self) -> int:
+        job = self.job
+        microbatch_s = sum(sum(self.compute_s(block)) for block in job.model.blocks)
+        least_s = job.num_microbatches / job.num_ranks * microbatch_s
+        most = job.commit_period_s / least_s if least_s > 0 else _MOST_COMMIT_EVERY
+        return max(COMMIT_EVERY, int(min(most, _MOST_COMMIT_EVERY)))
+
     # --- options ----------------------------------------------------------------------------------------------------
 
     def _tiers(self) -> tuple[StateTier, ...]:
@@ -384,15 +407,15 @@ class StepCosts:
         seconds: dict[Part, float] = {Part.BACKWARD: lanes_s} if lanes_s else {}
         device = host = 0.0
         if tier in (StateTier.DEVICE, StateTier.HOST):
-            seconds[Part.SSD_FLUSH] = numel * job.state_itemsize / COMMIT_EVERY / speeds.write_bytes
+            seconds[Part.SSD_FLUSH] = numel * job.state_itemsize / self.commit_every / speeds.write_bytes
         if tier is StateTier.DEVICE:
             uses_forward, uses_backward = self._uses(block)
             round_s = numel / speeds.device_rounded_params if job.read_itemsize < job.state_itemsize else 0.0
             seconds[Part.FORWARD] = uses_forward * round_s
             seconds[Part.BACKWARD] = numel / speeds.device_params + uses_backward * round_s + lanes_s
             # All states: params that are not resident there are rounded on the device, and copied too.
-            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / COMMIT_EVERY / speeds.d2h_bytes
-            seconds[Part.HOST_MEMORY] = 2 * numel * job.state_itemsize / COMMIT_EVERY / speeds.host_memory_bytes
+            seconds[Part.D2H_BACKWARD] = numel * job.state_itemsize / self.commit_every / speeds.d2h_bytes
+            seconds[Part.HOST_MEMORY] = 2 * numel * job.state_itemsize / self.commit_every / speeds.host_memory_bytes
             device = numel * (job.read_itemsize + self.num_flats * job.grad_itemsize)
             return self._way(seconds, device=device, in_transit=self._transit_nbytes)
         uses_forward, uses_backward = self._uses(block)
@@ -474,7 +497,7 @@ class StepCosts:
         nbytes = workers * sum(self._uses(block)) * param_nbytes + grads_nbytes
         nbytes += numel * (job.read_itemsize + job.grad_itemsize + job.state_itemsize)  # the update
         if tier is StateTier.HOST:
-            return nbytes + numel * job.state_itemsize / COMMIT_EVERY
+            return nbytes + numel * job.state_itemsize / self.commit_every
         if tier is StateTier.SSD:
             nbytes += sum(self._fetches(block)) * param_nbytes
         if self.spills:

@@ -51,6 +51,7 @@ _IN_OTHER_COLUMNS = frozenset(
         "total_steps",
         "initialization",
         "evaluate_every",
+        "commit_minutes",
         "checkpoint_every",
         "checkpoint_minutes",
         "keep_best",

@@ -230,6 +230,7 @@ class WindlassSettings(_Strict):
     model_kernels: Literal["auto", "torch"] = "auto"
     seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
     priority: int = Field(default=0, ge=-1000, le=1000)  # smaller runs first
+    commit_minutes: float = Field(default=_DEFAULTS["commit_minutes"], ge=0, le=_MAX_MINUTES)
     checkpoint_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps
     checkpoint_minutes: float | None = Field(default=None, gt=0, le=_MAX_MINUTES)
     # Of the two above: the last so many; null: all.
@@ -490,6 +491,7 @@ def known_before_data(settings: JobSettings) -> dict[str, Any]:
         "max_bad_steps": extras.max_bad_steps,
         "initialization": extras.initialization,
         "evaluate_every": extras.evaluate_every,
+        "commit_minutes": extras.commit_minutes,
         "checkpoint_every": extras.checkpoint_every,
         "checkpoint_minutes": extras.checkpoint_minutes,
         "keep_best": extras.keep_best,

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -315,8 +316,24 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
 
 def test_states_in_memory_are_written_at_commits_only() -> None:
     solution = solve_job(make_job(), make_speeds(), PLENTY)
-    assert solution.plan.commit_every == COMMIT_EVERY
-    assert solution.seconds[Part.SSD_FLUSH] == pytest.approx(56 * MIB * 14 / COMMIT_EVERY / 1e9)
+    every = solution.costs.commit_every
+    assert every > COMMIT_EVERY
+    assert solution.plan.commit_every == every
+    assert solution.seconds[Part.SSD_FLUSH] == pytest.approx(56 * MIB * 14 / every / 1e9)
+
+
+def test_commits_are_as_rare_as_the_lost_computing_allows() -> None:
+    job, minutes = make_job(), 0.5
+    costs = StepCosts(job=with_training(job, commit_minutes=minutes), speeds=make_speeds(), limits=PLENTY, group_size=1)
+    step_s = job.num_microbatches * sum(sum(costs.compute_s(block)) for block in job.model.blocks)
+    assert costs.commit_every == int(60 * minutes / step_s)
+    assert COMMIT_EVERY < costs.commit_every < 1000
+    assert replace(costs, job=with_training(job, commit_minutes=0.0)).commit_every == COMMIT_EVERY
+    assert replace(costs, job=with_training(job, commit_minutes=1e6)).commit_every == 1000
+
+
+def with_training(job: PlannedJob, **changes: Any) -> PlannedJob:
+    return replace(job, training=replace(job.training, **changes))
 
 
 def test_a_large_model_is_solved_in_one_program() -> None:

@@ -9,7 +9,6 @@ from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.plan import COMMIT_EVERY
 from windlass.planner.solver.family import bases_of
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StateTier, StepCosts
@@ -102,7 +101,7 @@ def test_states_on_the_device_are_copied_out_for_a_commit_with_their_params() ->
     costs = costs_of(group_size=4, is_tied=False, is_own_size=True)
     seconds = dict(zip(Part, costs._state_option(0, StateTier.DEVICE).seconds, strict=True))
     assert (costs.job.read_itemsize, costs.job.state_itemsize) == (12, 14)
-    flushed_s = 14 * EMBEDDING_NUMEL / COMMIT_EVERY / costs.speeds.d2h_bytes
+    flushed_s = 14 * EMBEDDING_NUMEL / costs.commit_every / costs.speeds.d2h_bytes
     assert seconds[Part.D2H_BACKWARD] == pytest.approx(flushed_s)
 
 

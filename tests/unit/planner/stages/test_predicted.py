@@ -94,6 +94,7 @@ def test_plan_with_the_shortest_simulated_step_is_taken(
 def test_plans_near_the_best_one_are_others_and_nearly_as_short() -> None:
     plan = planned(2)
     assert 0 < len(plan.near) <= 2
-    assert plan.step_s <= plan.near[0].step_s <= plan.near[-1].step_s <= 1.1 * plan.step_s
+    # The search does not move blocks for less than a thousandth.
+    assert 0.999 * plan.step_s <= plan.near[0].step_s <= plan.near[-1].step_s <= 1.1 * plan.step_s
     choices = {(each.rounds, each.division) for each in (plan, *plan.near)}
     assert len(choices) == 1 + len(plan.near)

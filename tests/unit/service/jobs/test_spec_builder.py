@@ -81,6 +81,7 @@ PLANNED: dict[str, Any] = {
     "gradient_updates": "after_backward",
     "lanes": 2,
     "gpus": 2,
+    "commit_minutes": 0.0,
     "budgets": {"host_memory_gib": 3.0},
     "epochs": 5,  # it selects the batches, and so their mean width
 }
