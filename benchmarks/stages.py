@@ -191,7 +191,7 @@ def section(*, quick: bool, kept: KeptResults = _NOTHING_KEPT) -> tuple[str, dic
         "whose namespaces, processes or threads stood for the boxes ([decision 51](decisions/0051-stages.md)). *Step* "
         "is simulated: the simulator runs the scheduler's policy, and counts what queues in a box "
         "([decision 55](decisions/0055-simulated-boxes.md)). *By the formula* is the time that the search of plans "
-        "uses ([decision 53](decisions/0053-plans-over-boxes.md)). Of the best three plans by the formula, the one "
+        "uses ([decision 53](decisions/0053-plans-over-boxes.md)). Of the best plans by the formula, the one "
         "with the shortest simulated step is shown. For your model and boxes:",
     )
     page.add_command(

@@ -26,6 +26,11 @@ class PriorityQueue(Generic[_Item]):
         """The next item. The queue must not be empty."""
         return self._heap[0][2]
 
+    @property
+    def first_or_none(self) -> _Item | None:
+        """The next item; None if the queue is empty."""
+        return self._heap[0][2] if self._heap else None
+
     def pop(self) -> _Item:
         """Removes and returns the next item. The queue must not be empty."""
         return heapq.heappop(self._heap)[2]

@@ -103,6 +103,8 @@ class BufferQueue:
         self._demanded: PriorityQueue[Part] = PriorityQueue()
         self._leaving: PriorityQueue[Part] = PriorityQueue()
         self._ahead: PriorityQueue[Part] = PriorityQueue()
+        # With the place of parts that are not stale.
+        self._groups = ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD))
 
     def begin(self, swap: SsdSwap) -> None:
         """Gives a tensor the next turn: its parts queue behind those of all earlier calls."""
@@ -118,9 +120,9 @@ class BufferQueue:
 
     def first(self) -> Part | None:
         """Returns the next part, without removing it; None if none waits. It stays first until its place changes."""
-        for waiting, at in ((self._demanded, At.SSD), (self._leaving, At.DEVICE), (self._ahead, At.SSD)):
-            while waiting:
-                if (part := waiting.first).at is at:
+        for waiting, at in self._groups:
+            while (part := waiting.first_or_none) is not None:
+                if part.at is at:
                     return part
                 waiting.pop()
         return None

@@ -147,7 +147,8 @@ class DeviceStates:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _announce(self, text: str) -> None:
-        self._report(UserMessage(job=self._context.spec.job, step=Step(0), text=text))
+        spec = self._context.spec
+        self._report(UserMessage(job=spec.job, step=Step(0), text=text, box=spec.box))
 
     def _carry_out(self, actions: UpdateActions) -> None:
         """Begins updates and discards gradients. The caller holds the lock."""

@@ -48,7 +48,7 @@ def sum_parts(dtype: torch.dtype, touched: Iterable[str], slots: Iterable[Span])
 class PartialGrads:
     """Stores one gradient sum for each use of a block's params, each in its own slots.
 
-    Sums of device blocks, and of blocks of other boxes, stay on the device.
+    Some sums stay on the device: see `blocks_with_sums_on_device`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PartialGrads:
         # Sums of blocks whose gradients leave in pieces return in pieces, too: see `streamed_grads`. Those that lie in
         # the memory of pieces return when that memory is theirs.
         self._sums = ReturningSums(
-            (*context.plan.device_blocks, *context.layout.borrowed),
+            context.blocks_with_sums_on_device,
             (*context.plan.grad_streamed_blocks, *context.plan.grad_overlaid_blocks),
         )
         self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
@@ -210,7 +210,7 @@ class PartialGrads:
 
     def _slots_for(self, use: Use, *, is_lane: bool = False) -> list[Span]:
         """Returns the slots of a sum's chunks; those of a sum that passes at once are acquired."""
-        keys = self._context.layout.chunk_keys(use[1])
+        keys = self._context.layout.keys_of_sum(use[1])
         if self._passing is not None:
             return self._passing[is_lane].acquire(len(keys))
         slots = self._lane_slots if is_lane else self._slots
@@ -249,7 +249,7 @@ class PartialGrads:
         self, operation: ComputeBlock, use: Use, flat: torch.Tensor, slots: Sequence[Span], *, is_out: bool
     ) -> Event:
         """Queues the copies of a sum's chunks; returns the event after them."""
-        stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.chunk_keys(use[1])
+        stream, keys = self._device.d2h if is_out else self._device.h2d, self._context.layout.keys_of_sum(use[1])
         slot_of = dict(zip(keys, slots, strict=True))
         nbytes = {key: self._context.chunk_numel(key) * flat.itemsize for key in keys}
         for batch in batches_to_copy(keys, nbytes.__getitem__):

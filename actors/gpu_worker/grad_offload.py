@@ -115,8 +115,7 @@ class GradOffload:
         self._offload_queue = OffloadQueue(context.spec.effective_ordering, frozenset(context.plan.spilled_blocks))
         self._waiting: dict[tuple[Step, BlockIndex], _Offload] = {}
         self._borrowed = context.layout.borrowed
-        # The sum for a block of another box leaves once a step. Until then its buffer has no other use.
-        self._sums = GradSums(context.layout.shared, {*context.plan.device_blocks, *self._borrowed})
+        self._sums = GradSums(context.layout.shared, context.blocks_with_sums_on_device)
         self._buffers: dict[Use, GradBuffer] = {}
         self._complete: dict[BlockIndex, _Complete] = {}
         self._permits = Permits(token, context.plan.num_grad_buffers)

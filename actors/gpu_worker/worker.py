@@ -67,6 +67,7 @@ from windlass.actors.messages import (
     MemoryReported,
     Message,
     ModelKernelsChosen,
+    OfferSpan,
     OfferTaken,
     ParamsArrived,
     Phase,
@@ -215,7 +216,7 @@ class GpuWorker:
         self._computation = Computation(self.runner, self.device, group_size, self._activations, self.context.stage)
         self._edges = StageEdges(self.context, self.device, self._tensors, self.send, rank=self.rank)
         names = self.partition.names_used(self.partition.head, 0)
-        self._shared = SharedParams(self.context, self.device, self._tensors, self.send, names=names)
+        self._shared = SharedParams(self.context, self.device, self._tensors, self.send, rank=self.rank, names=names)
         self._grads = GradOffload(
             self.context,
             self.device,
@@ -275,6 +276,8 @@ class GpuWorker:
                 self._feed.take(message)
             case SumPassed():
                 self._grads.take_sum(message)
+            case OfferSpan():
+                self._shared.take(message)
             case SpanPulled() | OfferTaken():
                 if isinstance(message, SpanPulled):
                     self._spans.note_pulled(message)
@@ -328,9 +331,7 @@ class GpuWorker:
     def _announce(self, text: str) -> None:
         if self.spec.num_ranks > 1:
             text = f"GPU {self.rank}: {text}"
-        if len(self.spec.stages) > 1:
-            text = f"{self.spec.name_of_box(self.spec.box)}: {text}"
-        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text, box=self.spec.box))
 
     def _params_here(self, block: BlockIndex) -> torch.Tensor | None:
         """Returns params that need no prefetch: they are resident on the device, or come from another box."""

@@ -15,6 +15,7 @@ from windlass.actors.job.context import ActorKind as ActorKind
 from windlass.actors.job.context import CoreContext as CoreContext
 from windlass.actors.job.context import JobContext as JobContext
 from windlass.actors.job.context import SsdFacts as SsdFacts
+from windlass.actors.job.context import actor_in_words as actor_in_words
 from windlass.actors.job.context import aligned as aligned
 from windlass.actors.job.context import box_of as box_of
 from windlass.actors.job.context import evaluation_batch_size as evaluation_batch_size

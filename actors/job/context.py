@@ -1,6 +1,7 @@
 """Facts that every actor of a job derives from its spec in the same way: names, sizes, the plan."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -89,6 +90,14 @@ def box_of(name: ActorName) -> int:
     """Returns the index of an actor's box. The scheduler is on the first one."""
     box, slash, _ = name.rpartition(_ON_BOX)
     return int(box.removeprefix("b")) if slash else 0
+
+
+def actor_in_words(name: ActorName, boxes: Sequence[str]) -> str:
+    """Returns an actor's name for users. `boxes`: the names of a job's boxes, in order; empty if there is one."""
+    if not boxes:
+        return name
+    box = box_of(name)
+    return f"{boxes[box]}{_ON_BOX}{name.removeprefix(f'b{box}{_ON_BOX}')}"
 
 
 def optimizer_index(name: ActorName) -> int | None:
@@ -213,6 +222,16 @@ class CoreContext:
         """The box's GPU worker that computes a step's last group of micro-batches, and so completes its gradients."""
         return self.gpu_worker(rank_of(self.plan.num_groups - 1, self.spec.num_ranks))
 
+    @property
+    def blocks_with_sums_on_device(self) -> frozenset[BlockIndex]:
+        """The blocks whose gradient sums stay on the device between groups of micro-batches.
+
+        Their states are on the device. Or they are on another box, to which the sum of a single GPU worker leaves once
+        a step. Several GPU workers pass it on.
+        """
+        borrowed = () if self.spec.num_ranks > 1 else self.layout.borrowed
+        return frozenset(map(BlockIndex, (*self.plan.device_blocks, *borrowed)))
+
     def num_scratch_slots(self, ssd: int) -> int:
         """Returns a GPU worker's activation slots on one SSD: its share of the plan's, in proportion to its weight."""
         weights, num_slots = [facts.weight for facts in self.ssds], self.plan.num_ssd_activations
@@ -310,8 +329,8 @@ class CoreContext:
             (BlockIndex(user), key)
             for user, shared in enumerate(self.layout.shared)
             for block in shared
-            for key in self.layout.chunk_keys(block)
-            if block not in self.plan.device_blocks
+            if block not in self.blocks_with_sums_on_device
+            for key in self.layout.keys_of_sum(block)
         )
         return pool.slots_of(uses)
 
@@ -364,7 +383,7 @@ def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
 
     Raises:
         PlanError: the stages do not divide the model's blocks, or cut between blocks that share tensors and are not
-            the embedding and the head, or boxes with several GPUs share tensors.
+            the embedding and the head.
     """
     if not spec.stages:
         return layout
@@ -375,18 +394,10 @@ def layout_of_box(spec: JobCore, layout: ModelLayout) -> ModelLayout:
     box_of_block = [box for box, stage in enumerate(spec.stages) for _ in range(*stage)]
     head = len(layout.blocks) - 1
     for blocks in layout.shared:
-        if len({box_of_block[block] for block in blocks}) == 1:
-            continue
-        if tuple(blocks) != (head, 0):
+        if len({box_of_block[block] for block in blocks}) > 1 and tuple(blocks) != (head, 0):
             raise PlanError(
                 f"blocks {sorted(blocks)} share tensors, and are on different boxes: only the embedding and the head "
                 "may; choose stages that keep these blocks together"
-            )
-        if max(spec.ranks) > 1:
-            raise PlanError(
-                "embedding and head share tensors and are on different boxes, and a box has "
-                f"{max(spec.ranks)} GPUs: that is not supported yet; give the job one GPU on each box, or one box",
-                param="windlass.gpus",
             )
     return layout.of_blocks(*spec.stages[spec.box])
 

@@ -16,7 +16,7 @@ def append_error(job_dir: Path, attempt: Attempt, text: str) -> None:
 
 
 def last_error(job_dir: Path, attempt: Attempt) -> str | None:
-    """Returns the last line of the last error of an attempt, None if it has none."""
+    """Returns the last line of the last error of an attempt, without the module of its class. None if it has none."""
     try:
         text = (job_dir / _ERRORS_FILE).read_text(errors="replace")
     except OSError:
@@ -25,4 +25,6 @@ def last_error(job_dir: Path, attempt: Attempt) -> str | None:
     errors = [
         error.strip() for number, error in zip(entries[::2], entries[1::2], strict=True) if int(number) == attempt
     ]
-    return errors[-1].splitlines()[-1] if errors and errors[-1] else None
+    if not errors or not errors[-1]:
+        return None
+    return re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*:)", "", errors[-1].splitlines()[-1])

@@ -47,6 +47,11 @@ class JobCore:
         """The names of the boxes, for users. Empty if one box has all blocks."""
         return self.box_names or tuple(f"box {index}" for index in range(len(self.stages)))
 
+    def told_by_box(self, text: str, box: int) -> str:
+        """Returns a text of one of a box's actors for users. It names the box if the job has several."""
+        name = self.name_of_box(box)
+        return f"{name[0].upper()}{name[1:]}: {text}" if len(self.stages) > 1 else text
+
     def name_of_box(self, box: int) -> str:
         """Returns the name of a box in a sentence for users: "box attic", or "box 1" if it has none."""
         return f"box {self.box_names[box] if self.box_names else box}"

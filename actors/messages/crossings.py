@@ -47,7 +47,10 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferSpan(Message):
-    """Offers bytes in the arena to another box. They stay there until `OfferTaken`."""
+    """Offers bytes in the arena to another box. They stay there until `OfferTaken`.
+
+    A GPU worker offers shared params to the other ones of its box in the same way.
+    """
 
     reply_to: ActorName
     box: int  # index of the box that takes them
@@ -78,6 +81,6 @@ class SpanPulled(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferTaken(Message):
-    """Reports that another box has the offered bytes, so that their slot is free."""
+    """Reports that another box, or another GPU worker, has the offered bytes, so that it needs their slot no more."""
 
     crossing: Crossing

@@ -9,9 +9,10 @@ from windlass.actors.messages.base import Event, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserMessage(Message):
-    """A text for the job's users. The runner writes it into the journal unchanged."""
+    """A text for the job's users. The runner writes it into the journal, with the box of a job over several."""
 
     text: str
+    box: int = 0  # the index of the sender's box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

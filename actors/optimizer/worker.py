@@ -168,7 +168,7 @@ class CpuOptimizer:
         return ModelMover(self.context, self.chunk_view)
 
     def _announce(self, text: str) -> None:
-        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text))
+        self.send(SCHEDULER, UserMessage(job=self.spec.job, step=Step(0), text=text, box=self.spec.box))
 
     # --- states of chunks -------------------------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ class Commits:
         """Returns the flushes and commits that can begin. `is_computing`: operations run that may read params."""
         if self._committing or self._undecided is not None:
             return []
-        due = min(filter(self._is_commit_step, self._over), default=None)
+        next_commit = min(self._config.commit_after(self.committed), self.last_step)
+        due = next_commit if next_commit in self._over else None
         flushes = self._flush(due)
         if due is None or self._on_ssd != self._labels:
             return flushes

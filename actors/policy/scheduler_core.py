@@ -183,6 +183,11 @@ class Pipeline:
         return self._issue(self._advance(), now_s)
 
     @property
+    def is_loading(self) -> bool:
+        """True until all boxes have loaded the model's weights."""
+        return bool(self._loading)
+
+    @property
     def last_started_step(self) -> int:
         """The last step with a granted operation."""
         return self._last_started_step

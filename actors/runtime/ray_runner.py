@@ -104,6 +104,7 @@ class Runner(RunnerActor):
         self._stop = StopRequest()
         self._lock = threading.Lock()  # protects `_scheduler`, `_early`, `_is_over` and the runner's journal writes
         self._early: list[Message] = []  # messages that arrived before the scheduler was made
+        self._told: set[str] = set()  # messages of actors, before the scheduler was made
         self._is_over = False  # the outcome is in the journal
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -112,7 +113,10 @@ class Runner(RunnerActor):
                 if self._scheduler is not None:
                     self._scheduler.post(message)
                 elif isinstance(message, UserMessage):
-                    self._tell_message(message.text)
+                    text = self.spec.told_by_box(message.text, message.box)
+                    if text not in self._told:  # all actors of a box may say the same
+                        self._told.add(text)
+                        self._tell_message(text)
                 else:
                     self._early.append(message)
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.actors.job import NUM_FIRST_STEPS, Journal, Pace, StepTimes, pace_of_attempt, read_journal
+from windlass.actors.job import (
+    NUM_FIRST_STEPS,
+    Journal,
+    Pace,
+    StepTimes,
+    actor_in_words,
+    pace_of_attempt,
+    read_journal,
+)
 from windlass.actors.lifecycle import ReportTimer
 from windlass.actors.messages import (
     BlockComputed,
@@ -21,7 +29,6 @@ from windlass.actors.messages import (
     Message,
     ModelExported,
     ModelKernelsChosen,
-    ModelLoaded,
     Phase,
     SpanKind,
     SpansReported,
@@ -61,6 +68,7 @@ class _History:
     """The facts that earlier attempts wrote into the journal."""
 
     steps: set[int]  # steps with a training loss
+    evaluated: set[int]  # steps with a validation loss
     ssd_bytes_written_by_ssd: list[int]  # as of the last step; zeros if the number of SSDs has changed
     ssd_bytes_read: int = 0  # by all SSDs that the job has had, as of the last step
     ssd_bytes_written: int = 0
@@ -68,13 +76,15 @@ class _History:
 
 
 def _history(journal: Path, num_ssds: int) -> _History:
-    history = _History(set(), [0] * num_ssds)
+    history = _History(set(), set(), [0] * num_ssds)
     attempt = num_read_before = 0
     for record in read_journal(journal):
         if record.attempt != attempt:
             attempt, num_read_before = record.attempt, history.ssd_bytes_read
         if "train_loss" in record.data:
             history.steps.add(record.data["step"])
+        if "valid_loss" in record.data:
+            history.evaluated.add(record.data["step"])
         history.measured = record.data.get("measured", history.measured)
         if "ssd_bytes_read" not in record.data:
             continue
@@ -110,11 +120,12 @@ class Progress:
         """`initial_step` is the commit from which the attempt resumes. `expected_pace` is the expected time of a step.
 
         `on_evaluation` is called with a step and its validation loss (None if not finite) as soon as that is known.
-        `boxes`: the names of the boxes of a job over several.
+        `boxes`: the names of the boxes of a job over several; empty if there is one.
         """
         self._on_evaluation = on_evaluation
         self._expected_pace = expected_pace
         self._shape = shape
+        self._boxes = boxes
         self._journal = journal
         self._num_params = num_params
         self._scales_loss = scales_loss
@@ -122,6 +133,7 @@ class Progress:
         self._started_s = 0.0
         self._step_began_s = 0.0
         self._first_step = (initial_step or 0) + 1
+        self._is_loaded = initial_step is not None  # the initial states are in the tensor store
         self._load_timer = ReportTimer()
         self._export_timers: dict[int, ReportTimer] = {}  # by step
         self._measured = Measured(self._first_step, self._history.measured)
@@ -206,10 +218,11 @@ class Progress:
         total = event.total_params
         if not total or not self._load_timer.restart_if_due(time.monotonic()):
             return
-        share = f"{event.num_params / total:.0%}"
-        text = f"Loaded {share} of {total:,} parameters"
-        if total != self._num_params:
-            text = f"{self._named(event.actor)} has loaded {share} of its {total:,} parameters"
+        share, whose = f"{event.num_params / total:.0%}", "" if total == self._num_params else "its "
+        done, what = "loaded", f"{share} of {whose}{total:,} parameters"
+        if self._is_loaded:  # from the SSDs, states that rest in memory
+            done, what = "read", f"{share} of the states of {whose}{total:,} parameters into memory"
+        text = f"{self._named(event.actor)} has {done} {what}" if whose else f"{done.capitalize()} {what}"
         self._journal.append("message", text)
 
     def _tell_exported(self, event: ExportProgressed) -> None:
@@ -220,6 +233,15 @@ class Progress:
             how = "syncing its files to the disk" if event.share == 1.0 else f"{event.share:.0%} written"
             self._journal.append("message", f"Exporting the model of step {event.step}: {how}")
 
+    def model_loaded(self) -> None:
+        """Reports that the weights of all boxes are in the tensor store."""
+        now_s = time.monotonic()
+        text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
+        self._journal.append("message", text)
+        self._is_loaded = True
+        self._step_began_s = now_s
+        self._timeline.begin(now_s)
+
     def note(self, event: Message) -> None:
         """Processes an event."""
         match event:
@@ -227,12 +249,6 @@ class Progress:
                 self._tell_loaded(event)
             case ExportProgressed():
                 self._tell_exported(event)
-            case ModelLoaded():
-                now_s = time.monotonic()
-                text = f"Loaded {self._num_params:,} parameters in {now_s - self._started_s:.1f} s; training begins"
-                self._journal.append("message", text)
-                self._step_began_s = now_s
-                self._timeline.begin(now_s)
             case SpansReported():
                 self._timeline.add(event.spans)
                 self._note_swapped(event)
@@ -319,6 +335,8 @@ class Progress:
 
     def _named(self, actor: ActorName) -> str:
         gpu_workers = self._shape.gpu_workers
+        if self._boxes:
+            return actor_in_words(actor, self._boxes)
         if actor not in gpu_workers:
             return f"The actor {actor}"
         # A single GPU worker has the same name on machines without a GPU.
@@ -373,8 +391,9 @@ class Progress:
             "full_valid_loss": loss,
             "valid_mean_token_accuracy": sum(group.num_correct for group in in_order) / num_targets,
         }
-        message = f"Step {event.step}: validation loss={_in_words(loss)}"
-        self._journal.append("metrics", message, **data)
+        if event.step not in self._history.evaluated:
+            message = f"Step {event.step}: validation loss={_in_words(loss)}"
+            self._journal.append("metrics", message, **data)
         self._evaluation = data
         self._on_evaluation(event.step, loss)
 

@@ -18,6 +18,7 @@ from windlass.actors.job import (
     CoreContext,
     JobContext,
     Journal,
+    actor_in_words,
     append_error,
     num_evaluation_groups,
 )
@@ -198,6 +199,8 @@ class Scheduler:
         if self._resumed is not None:
             trainer.restore(self._resumed["trainer"])
         self.pipeline = Pipeline(job_shape(context, context.spec.output_dir, others), trainer, initial_step)
+        names = self.spec.names_of_boxes
+        self._boxes = names if len(names) > 1 else ()  # of a job over several
         self._send = send
         self._check_actors = check_actors
         self._events: queue.Queue[Message] = queue.Queue()
@@ -213,7 +216,7 @@ class Scheduler:
             scales_loss=trainer.scales_loss,
             on_evaluation=self._on_evaluation,
             expected_pace=self.spec.expected_pace,
-            boxes=self.spec.names_of_boxes,
+            boxes=self._boxes,
         )
         self._checkpoints = Checkpoints(self.spec, (self._resumed or {}).get("checkpoints"))
         self._trainer_states: dict[int, str] = {}  # by step, for steps that are over: JSON that its commit stores
@@ -418,7 +421,7 @@ class Scheduler:
             case ActorFailed():
                 self._fail(event)
             case UserMessage():
-                self._journal.append("message", event.text)
+                self._journal.append("message", self.spec.told_by_box(event.text, event.box))
             case ModelKernelsChosen():
                 self._require_same_kernels(event)
                 if event.kernels:
@@ -435,7 +438,8 @@ class Scheduler:
                     # `_handle` starts the timeouts of the next instructions.
                     self._on_exported(event)
                 actions = self._handle(event)
-                if isinstance(event, ModelLoaded):
+                if isinstance(event, ModelLoaded) and not self.pipeline.is_loading:
+                    self._progress.model_loaded()
                     self._checkpoints.begin(time.monotonic())
                 # The journal is written after all instructions but the commits, so that no work waits for it. Commits
                 # come last: once the next one exists, a resumed attempt can no longer report the steps before it.
@@ -445,7 +449,7 @@ class Scheduler:
 
     def _fail(self, event: ActorFailed) -> NoReturn:
         append_error(Path(self.spec.job_dir), self.spec.attempt, f"{event.actor}\n{event.detail}")
-        text = f"{event.actor}: {event.error}"
+        text = f"{actor_in_words(event.actor, self._boxes)}: {event.error}"
         match event.kind:
             case FailureKind.LASTING:
                 raise JobFailedError(text)

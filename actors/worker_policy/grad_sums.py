@@ -2,7 +2,7 @@
 
 Each operation that uses a block's tensors has its own sum until the block's last operation has run. So sums over
 micro-batches do not depend on how these are grouped. Between two groups, sums are in host memory, except those of
-blocks whose states are resident on the device.
+blocks whose states are resident on the device. If a box has one GPU worker, its sums for other boxes stay there, too.
 
 Pure: the GPU worker's threads and the simulator drive the same classes.
 """
@@ -32,8 +32,7 @@ class GradSums:
     def __init__(self, shared: Sequence[Sequence[BlockIndex]], device_blocks: Collection[int]) -> None:
         """`shared`: per block, the blocks whose params its operation reads.
 
-        `device_blocks`: blocks whose sums stay on the device between groups. Their states are on the device, or on
-        another box.
+        `device_blocks`: blocks whose sums stay on the device between groups.
         """
         self._shared = shared
         self._device_blocks = device_blocks

@@ -205,7 +205,7 @@ def several(precision: Precision) -> list[Variant]:
         dataclasses.replace(streamed, lanes=4, num_ranks=2, group_size=2, is_tied=True),
         dataclasses.replace(streamed, lanes=4, num_ranks=4, clip_norm=0.5),
         dataclasses.replace(plain, num_boxes=2),
-        dataclasses.replace(streamed, num_boxes=2, num_ranks=2, lanes=2, clip_norm=0.5),
+        dataclasses.replace(streamed, num_boxes=2, num_ranks=2, lanes=2, clip_norm=0.5, is_tied=True),
     ]
 
 

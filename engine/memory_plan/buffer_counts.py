@@ -97,14 +97,15 @@ def grad_buffers_of_job(
         lanes: the lanes of a step; None if there is only one.
         group_size: the micro-batches of a group; it matters only with several lanes.
     """
-    own = [block for block, blocks in enumerate(shared) if blocks]  # others are computed on other boxes
+    own = {block for block, blocks in enumerate(shared) if blocks}  # others are computed on other boxes
+    elsewhere = frozenset(elsewhere)
     # One more buffer, because the next group's partial sum arrives while others are summed and copied out.
     num_waiting = num_grad_buffers + (1 if num_groups > 1 else 0)
     most: Counter[tuple[int, int]] = Counter()
     # A gradient that is always summed in fp32 is rounded in place if it leaves in another format. So it has no second
     # buffer, and 16-bit sums never take more memory than fp32 sums.
     wide = summed_in_fp32 if itemsize < _FP32_NBYTES else ()
-    narrow = [block for block in own if block not in wide]
+    narrow = own.difference(wide)
     for element_nbytes, blocks in ((itemsize, narrow), (_FP32_NBYTES, wide)):
         numels = {block: block_numels[block] for block in blocks if block in own and block not in elsewhere}
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)

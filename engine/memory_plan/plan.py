@@ -80,6 +80,11 @@ class ModelSize:
         return self.own is None or block in self.own
 
     @cached_property
+    def own_blocks(self) -> frozenset[int]:
+        """The blocks whose states this box has."""
+        return frozenset(filter(self.is_own, self.blocks))
+
+    @cached_property
     def total_chunks(self) -> int:
         """The number of chunks of the model."""
         return sum(self._nums_chunks)
@@ -131,6 +136,13 @@ class Crossings:
     # on the box with the head.
     num_lent_chunks: int = 0
     num_borrowed_chunks: int = 0
+
+    def num_passed_chunks(self, num_ranks: int) -> int:
+        """Returns the chunks of the embedding's gradient that the GPU workers of the head's box pass on.
+
+        The sum of a single one stays on the device until it leaves for the other box.
+        """
+        return self.num_borrowed_chunks if num_ranks > 1 else 0
 
 
 NO_CROSSINGS = Crossings(num_neighbours=0, microbatch_nbytes=0)
@@ -209,8 +221,8 @@ class Plan:
     # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other
     # boxes. Those of the other GPU workers follow.
     crossings: Pool
-    # Owned by the only GPU worker: slots for chunks of params that embedding and head share, on their way to the box
-    # with the head, and for chunks of the head's sum for them on their way back.
+    # Slots for chunks of params that embedding and head share, on their way to the box with the head: owned by the
+    # first GPU worker. And for chunks of the head's sum for them on their way back: owned by that of the last group.
     shared_params: Pool
     shared_sums: Pool
 
@@ -364,14 +376,14 @@ def _check(model: ModelSize, placement: Placement, keep_grads: bool) -> None:
             "ssd_activation_nbytes"
         )
     in_memory = [*placement.host_blocks, *placement.device_blocks]
-    if len(set(in_memory)) < len(in_memory) or not set(in_memory) <= set(filter(model.is_own, model.blocks)):
+    if len(set(in_memory)) < len(in_memory) or not model.own_blocks.issuperset(in_memory):
         raise PlanError(
             f"host_blocks {placement.host_blocks} and device_blocks {placement.device_blocks} must name different "
             f"blocks of {min(filter(model.is_own, model.blocks))} to {max(filter(model.is_own, model.blocks))}"
         )
     streamed = set(placement.streamed_blocks)
-    own_layers = set(filter(model.is_own, model.blocks[1:-1]))
-    layers = own_layers.difference(placement.device_blocks, model.shared_blocks)
+    ends = model.blocks[0], model.blocks[-1]
+    layers = model.own_blocks.difference(ends, placement.device_blocks, model.shared_blocks)
     if len(streamed) < len(placement.streamed_blocks) or not streamed <= layers:
         surplus = sorted(streamed - layers)
         raise PlanError(
@@ -431,7 +443,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     if placement.num_passing_blocks is not None:
         choice = replace(choice, num_passing_blocks=placement.num_passing_blocks)
     elif not has_room:
-        for num_passing in range(most_passing_blocks(sum(map(model.is_own, model.blocks))), MIN_PASSING_BLOCKS, -1):
+        for num_passing in range(most_passing_blocks(len(model.own_blocks)), MIN_PASSING_BLOCKS, -1):
             yield replace(choice, num_passing_blocks=num_passing)
     yield choice
     choice = replace(choice, num_cached=min(requested_cached or 0, total))
@@ -449,7 +461,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
 def _num_on_ssds(model: ModelSize, placement: Placement) -> int:
     """Returns the number of chunks whose states are on the SSDs."""
     in_memory = {*placement.host_blocks, *placement.device_blocks}
-    return sum(model.num_chunks(block) for block in model.blocks if block not in in_memory)
+    return model.total_chunks - sum(map(model.num_chunks, in_memory))
 
 
 def most_passing_blocks(num_blocks: int) -> int:
@@ -466,7 +478,8 @@ def most_passing_blocks(num_blocks: int) -> int:
 def _num_grads(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     """Returns the slots for gradients: all kept ones, and room for some typical blocks or for the largest other one."""
     num_host_grad_blocks = choice.num_host_grad_blocks
-    offloaded = [block for block in model.blocks if block not in placement.device_blocks]
+    resident = frozenset(placement.device_blocks)
+    offloaded = [block for block in model.blocks if block not in resident]
     if num_host_grad_blocks is None:
         kept, passing = [], offloaded
     else:
@@ -485,31 +498,37 @@ def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     The GPU worker requests chunks in the order of operations. So a block without slots of its own waits only for
     earlier blocks, and there is no deadlock.
     """
-    streamed = (model.num_chunks(block) for block in placement.streamed_blocks if block not in placement.host_blocks)
+    streamed = map(model.num_chunks, set(placement.streamed_blocks).difference(placement.host_blocks))
     return sum(sorted(streamed)[-choice.num_held_blocks :])
 
 
 def _num_partial_grads(
-    model: ModelSize, placement: Placement, num_groups: int, num_ranks: int, lanes: LaneDivision
+    model: ModelSize,
+    placement: Placement,
+    num_groups: int,
+    num_ranks: int,
+    lanes: LaneDivision,
+    num_passed: int,
 ) -> int:
     """Returns the slots for sums that groups pass on. Sums of device-resident blocks stay on the device and need none.
 
     A sum that waits for a group which the same GPU worker computes later needs slots of its own. One that another GPU
     worker takes at once does not: each passes on those of two typical blocks, or of the operation with most. It takes
     the total of lanes that lies in the memory of pieces at its operation's end (`SumBesideTotal`). Meanwhile this one
-    begins a layer.
+    begins a layer. `num_passed`: see `Crossings.num_passed_chunks`.
     """
     if num_groups == 1:
         return 0
     uses = (*model.blocks, *model.shared_blocks)
     num_chunks = [model.num_chunks(block) for block in uses if block not in placement.device_blocks]
     if num_groups > num_ranks:
-        return sum(num_chunks)
+        return sum(num_chunks) + num_passed
     most = max(map(model.num_chunks, model.blocks))
     if lanes.num_lanes > 1 and (ends := _overlaid(model, placement)):
         layer = max(map(model.num_chunks, placement.streamed_blocks))
         most = max(most, max(map(model.num_chunks, ends)) + layer)
-    return (num_groups - 1) * max(2 * model.typical_chunks, most + sum(map(model.num_chunks, model.shared_blocks)))
+    num_shared = sum(map(model.num_chunks, model.shared_blocks)) + num_passed
+    return (num_groups - 1) * max(2 * model.typical_chunks, most + num_shared)
 
 
 def _group_size(placement: Placement, lanes: LaneDivision, num_ranks: int) -> int:
@@ -579,10 +598,11 @@ def _lay_out(
     )
     group_size = _group_size(placement, lanes, num_ranks)
     num_groups = -(-lanes.num_microbatches // group_size)
+    num_passed = crossings.num_passed_chunks(num_ranks)
     partial_grads = Pool(
         offset=transit.offset + transit.nbytes,
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
-        num_slots=_num_partial_grads(model, placement, num_groups, num_ranks, lanes),
+        num_slots=_num_partial_grads(model, placement, num_groups, num_ranks, lanes, num_passed),
     )
     open_lanes = Pool(
         offset=partial_grads.offset + partial_grads.nbytes,

@@ -128,6 +128,10 @@ class ModelLayout:
         """Lists a block's chunks in order."""
         return [ChunkKey(block, ChunkIndex(i)) for i in range(self.num_chunks(block))]
 
+    def keys_of_sum(self, block: BlockIndex) -> list[ChunkKey]:
+        """Lists the chunks of a block's gradient sum in order. The block may be another box's."""
+        return [ChunkKey(block, ChunkIndex(i)) for i in range(max(1, len(self.chunk_ranges(block))))]
+
     def chunk_range(self, key: ChunkKey) -> tuple[int, int]:
         """Returns the first and past-last element of a chunk in its block's flat vector."""
         start = key.chunk * self.chunk_numel

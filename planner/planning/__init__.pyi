@@ -2,6 +2,10 @@
 
 from windlass.planner.planning.compare import Comparison as Comparison
 from windlass.planner.planning.compare import comparison as comparison
+from windlass.planner.planning.fewer_waits import BUSY_SHARES as BUSY_SHARES
+from windlass.planner.planning.fewer_waits import waits as waits
+from windlass.planner.planning.fewer_waits import with_idle_ssds as with_idle_ssds
+from windlass.planner.planning.fewer_waits import with_more_passing as with_more_passing
 from windlass.planner.planning.gpu_choice import choose_gpus as choose_gpus
 from windlass.planner.planning.gpu_choice import numbers_of_gpus as numbers_of_gpus
 from windlass.planner.planning.gpu_choice import plan_without_advice as plan_without_advice

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import MemoryTier, UpdateOrder, most_passing_blocks
+from windlass.engine.memory_plan import MemoryTier, UpdateOrder
 from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import (
     least_gpu,
@@ -17,6 +17,7 @@ from windlass.planner.feasibility import (
     with_least_gpu,
 )
 from windlass.planner.planning.faster import what_is_faster
+from windlass.planner.planning.fewer_waits import BUSY_SHARES, waits, with_idle_ssds, with_more_passing
 from windlass.planner.question import (
     ExampleTokens,
     PlanQuestion,
@@ -38,19 +39,11 @@ from windlass.planner.solver import (
     Found,
     PlannedJob,
     Solution,
-    solution_of,
 )
 
 # Number of plans to simulate beside the best one by the cost model, at most, whose cost is at most so much larger.
 _NUM_OTHERS = 3
 _NEAR = 0.02
-# If the step of a plan that swaps activations to the SSDs is longer than the cost model's bound by a larger share than
-# this, plans are tried that let the SSDs be busy for these shares of the time that it does.
-_LEAST_WAIT = 0.03
-_BUSY_SHARES = (0.85, 0.7, 0.55, 0.4)
-# If a plan waits as long as that, and gradients of fewer typical blocks may wait for their update, it is also tried
-# with so many.
-_MORE_PASSING = 8
 # Share of a step. If two plans differ by less, something that both use alike bounds them, and the others too.
 _ALIKE = 1e-4
 # Share of a step. If all plans of the other order, or place of kept gradients, are slower by more, none of their kinds
@@ -169,9 +162,11 @@ def fastest_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob
     simulated: list[_Simulated] = []
     busy, busy_s = _fastest_of(question, profiles, found, simulated)
     fastest, step_s = _with_fewer_waits(question, profiles, busy, simulated)
-    if fastest.costs.job.keeps_grads and _waits(busy, step_s):
+    if fastest.costs.job.keeps_grads and waits(found.best.step_s, step_s):
         # Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
-        rivals = found.of_kind(fastest.costs.job.update_order, not fastest.costs.spills, step_s)
+        order, best = fastest.costs.job.update_order, found.best.costs
+        spills = best.spills if best.job.update_order is order else fastest.costs.spills
+        rivals = found.of_kind(order, not spills, step_s)
         fastest, step_s = _faster_of((fastest, step_s), question, profiles, rivals, simulated, step_s)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
@@ -216,14 +211,13 @@ def _fastest_of(
             continue
         solution, excess = counted(question, profiles, other)
         if excess > 0:
-            if not _waits(fastest, step_s):
+            if not waits(fastest.step_s, step_s):
                 continue  # little is to be gained by a search for a plan of this kind that fits
-            try:
-                solution = solve_kind_exactly(question, replace(other.kind, limits=question.limits), profiles)
-            except DoesNotFitError:
+            kind = replace(other.kind, limits=question.limits)
+            fitting = solve_kind_exactly(question, kind, profiles, below_s=step_s)
+            if fitting is None:
                 continue
-            if solution.step_s >= step_s:
-                continue
+            solution = fitting
         num_simulated = len(simulated)
         other_s = _step_of(question, profiles, solution, simulated, min(step_s, (1 + _FAR) * below_s))
         is_alike = len(simulated) > num_simulated and abs(other_s - step_s) <= _ALIKE * step_s
@@ -234,66 +228,19 @@ def _fastest_of(
     return fastest, step_s
 
 
-def _waits(solution: Solution, step_s: float) -> bool:
-    """Returns whether a step takes clearly longer than the cost model's bound, because work waits for other work."""
-    return step_s > (1 + _LEAST_WAIT) * solution.step_s
-
-
 def _with_fewer_waits(
     question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
 ) -> tuple[Solution, float]:
     """Returns a plan of about the same kind that waits less, with its step time, or the given one."""
-    return _with_idle_ssds(question, profiles, _with_more_passing(question, profiles, busy, simulated), simulated)
-
-
-def _with_more_passing(
-    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
-) -> Solution:
-    """Returns the same kind of plan with more gradients that may wait for their update, if it is faster.
-
-    By the cost model alone, few are enough if updates take less time than the backward pass. But they come unevenly.
-    """
-    step_s, number = _step_of(question, profiles, busy, simulated), busy.placement.num_passing_blocks
-    more = min(_MORE_PASSING, most_passing_blocks(busy.costs.job.model.num_own_blocks))
-    if number is None or number >= more or not _waits(busy, step_s):
-        return busy
-    try:
-        kind = replace(busy.kind, num_passing_blocks=more, limits=question.limits)
-        solution = solve_kind_exactly(question, kind, profiles)
-    except DoesNotFitError:
-        return busy
-    return min(busy, solution, key=lambda each: _step_of(question, profiles, each, simulated, step_s))
-
-
-def _with_idle_ssds(
-    question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[_Simulated]
-) -> tuple[Solution, float]:
-    """Returns a plan of the same kind that waits less because it swaps less to the SSDs, or the given one.
-
-    By the cost model alone, a plan uses the SSDs as much as it can if that saves any compute. But if two resources are
-    busy all the time, each waits for the other, and only simulation knows how long. So the plan is solved for as if
-    the SSDs were slower, step by step.
-    """
+    step_s = _step_of(question, profiles, busy, simulated)
+    if waits(busy.step_s, step_s) and (more := with_more_passing(question, profiles, busy, step_s)) is not None:
+        busy = min(busy, more, key=lambda each: _step_of(question, profiles, each, simulated, step_s))
     fastest, step_s = busy, _step_of(question, profiles, busy, simulated)
-    if not busy.placement.ssd_activation_nbytes:
-        return fastest, step_s
-    speeds, most = busy.costs.speeds, busy.busy_s["ssd"] / busy.step_s
-    for share in _BUSY_SHARES:
-        if not _waits(fastest, step_s):
+    for share in BUSY_SHARES:
+        if not waits(fastest.step_s, step_s):
             break
-        factor = share * most
-        slower = replace(
-            speeds, ssd_read_bytes=factor * speeds.ssd_read_bytes, ssd_write_bytes=factor * speeds.ssd_write_bytes
-        )
-        try:
-            solution = solve_kind_exactly(question, replace(busy.kind, speeds=slower, limits=question.limits), profiles)
-        except DoesNotFitError:
-            break
-        costs = replace(solution.costs, speeds=speeds)
-        solution, excess = counted(
-            question, profiles, solution_of(costs, solution.placement, solution.plan.arena_nbytes)
-        )
-        if excess > 0 or solution.step_s >= step_s:
+        solution = with_idle_ssds(question, profiles, busy, share)
+        if solution is None or solution.step_s >= step_s:
             break
         solution_s = _step_of(question, profiles, solution, simulated, step_s)
         if solution_s < step_s:

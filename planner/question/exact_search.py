@@ -1,11 +1,16 @@
 """The best plan whose device memory, counted exactly, fits."""
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, MemoryTier
+from windlass.engine.memory_plan import (
+    RECOMPUTE_ALL,
+    BlockActivations,
+    MemoryTier,
+)
 from windlass.planner.cost import Speeds
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -16,6 +21,8 @@ from windlass.planner.solver import (
     PlannedJob,
     Solution,
     StepCosts,
+    has_least_buffers,
+    most_cost_of,
     search,
     solved,
 )
@@ -27,7 +34,8 @@ _LIMIT_STEP = 1.002
 _WORTH_OF_COUNTED = 1e-2
 # Share of device memory by which corrections of `solve_counted` differ, at least, and the number of plans to count.
 _LEAST_STEP, _MOST_COUNTED = 0.02, 10
-# Share of its cost by which a plan may be worse than one with a larger limit, which is too large.
+# Share of its cost by which a plan may be worse than one with a larger limit, which is too large, or than one of
+# another kind.
 _NEAR = 1e-4
 # Number of choices of activations that are left out of a program, at most.
 _MOST_LEFT_OUT = 8
@@ -69,15 +77,18 @@ def search_exactly(
     )
 
 
-def solve_kind_exactly(question: PlanQuestion, costs: StepCosts, profiles: Profiles) -> Solution:
+def solve_kind_exactly(
+    question: PlanQuestion, costs: StepCosts, profiles: Profiles, *, below_s: float = math.inf
+) -> Solution | None:
     """Returns the best solution for one kind of plan, with exact device memory. `costs`: of a solution of a search.
 
-    Raises:
-        DoesNotFitError: no plan fits.
+    None: no plan fits, or each takes at least `below_s`.
     """
-    solution = _Counter(question, profiles).solved(costs, math.inf)
-    assert solution is not None, "without a limit of its cost there is a plan, or an error"
-    return solution
+    below = most_cost_of(costs, below_s)
+    with contextlib.suppress(DoesNotFitError):
+        solution = _Counter(question, profiles).solved(costs, below)
+        return None if solution is None or solution.step_s >= below_s else solution
+    return None
 
 
 def solve_counted(question: PlanQuestion, job: PlannedJob, profiles: Profiles, *, below: float = math.inf) -> Solution:
@@ -157,6 +168,9 @@ class _Counter:
         self._fitted: dict[tuple[object, ...], int] = {}
         # By the same: choices of activations with which the worst moment of a plan needed too much.
         self._heavy: dict[tuple[object, ...], frozenset[BlockActivations]] = {}
+        # By all that decides the device's memory, for kinds whose best plan was too large: its cost, and that of the
+        # best plan that fits, or a lower bound of it, or the error if none does.
+        self._too_large: dict[tuple[object, ...], list[tuple[float, float, DoesNotFitError | None]]] = defaultdict(list)
         # By the id of a job and choices: that job, so that its id stays its own, and the job without the choices.
         self._without_choices: dict[tuple[int, frozenset[BlockActivations]], tuple[PlannedJob, PlannedJob]] = {}
 
@@ -189,49 +203,68 @@ class _Counter:
         solution = solved(costs, below)
         if solution is None or self.question.num_layers is not None:
             return solution
+        solution, excess = counted(self.question, self.profiles, solution)
+        if excess <= 0:
+            return solution
+        # Plans that differ in host memory alone are as much too large. So one that costs no less before it is made to
+        # fit will hardly cost less then. But fitting takes host memory, so those that leave most of it are tried.
+        alike = self._too_large[_on_device(costs)]
+        is_least = has_least_buffers(costs)
+        for cost, fitting_cost, none_fits in () if is_least else alike:
+            if none_fits is None and solution.cost >= cost and fitting_cost >= below:
+                return None
+            if none_fits is not None and (1 + _NEAR) * solution.cost >= cost:
+                raise none_fits
+        try:
+            fitting = self._smaller(costs, below, solution, excess)
+        except DoesNotFitError as error:
+            # Below a limit, a search does not tell whether none fits at all.
+            alike.append((solution.cost, below, error if below == math.inf else None))
+            raise
+        if fitting is not None and is_least and all(fitting.cost < other for _, other, _ in alike):
+            alike.clear()  # host memory is what they lack
+        alike.append((solution.cost, below if fitting is None else fitting.cost, None))
+        return fitting
+
+    def _smaller(self, costs: StepCosts, below: float, too_large: Solution, excess: float) -> Solution | None:
+        """Returns the same as `solved`, where the best plan by its program is too large by `excess`."""
         key = (costs.job.num_microbatches, *_buffers(costs))
         limit_nbytes = costs.limits.device_nbytes
         # Indices of limits: with `short` there is no plan of use, or one that fits; with `excessive`, the plan is too
         # large.
         short, excessive = 0, math.floor(math.log(limit_nbytes, _LIMIT_STEP)) + 1
-        least_excess, is_cut = math.inf, False
-        tried = self._fitted.get(key, excessive)
+        is_cut, least_excess, least_cost = False, excess, too_large.cost
         best: Solution | None = None
-        least_cost = 0.0  # of plans with smaller limits than that of a plan which is too large
+        tried = self._fitted.get(key, _index_below(limit_nbytes - excess))
         for _ in range(_MAX_CORRECTIONS):
+            # In the middle where the last plan says nothing of a limit that was not tried.
+            tried = tried if short < tried < excessive else (short + excessive) // 2
             try:
-                if tried < excessive:
-                    solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried), below)
+                solution = solved(_less(costs, limit_nbytes - _LIMIT_STEP**tried), below)
             except DoesNotFitError:
-                short, tried = tried, (tried + excessive) // 2
+                short = tried
             else:
                 if solution is None:
-                    is_cut = True
-                    short, tried = tried, (tried + excessive) // 2
+                    is_cut, short = True, tried
                 else:
                     solution, excess = counted(self.question, self.profiles, solution)
-                    # What a plan leaves free may be enough for a better one.
-                    used = _LIMIT_STEP**tried if tried < excessive else limit_nbytes
                     if excess > 0:
-                        excessive, least_excess = min(tried, excessive), min(least_excess, excess)
+                        excessive, least_excess = tried, min(least_excess, excess)
                         least_cost = max(least_cost, solution.cost)
-                    elif tried >= excessive:
-                        return solution
                     else:
                         best, short = solution, tried
                         self._fitted[key] = tried
-                    tried = _index_below(used - excess)
+                    # What a plan leaves free may be enough for a better one.
+                    tried = _index_below(_LIMIT_STEP**tried - excess)
                     if best is not None and (tried <= short or best.cost <= (1 + _NEAR) * least_cost):
                         break
             if excessive - short <= 1:
                 break
-            tried = max(short + 1, min(tried, excessive - 1))
         most = min(below, math.inf if best is None else best.cost)
         lighter = self._lighter(costs, most) or self._with_lightest(costs, most)
         if lighter is not None or best is not None or is_cut:
             return lighter or best
-        short_tier = _short_tier(costs.speeds, costs.limits)
-        missing = 0 if math.isinf(least_excess) else int(least_excess)
+        short_tier, missing = _short_tier(costs.speeds, costs.limits), int(least_excess)
         raise DoesNotFitError(lambda: dict.fromkeys(MemoryTier, 0) | {short_tier: missing})
 
     def _lighter(self, costs: StepCosts, below: float) -> Solution | None:
@@ -322,6 +355,13 @@ def _of_job(solution: Solution, job: PlannedJob) -> Solution:
 def _buffers(costs: StepCosts) -> tuple[object, ...]:
     """Returns the choices by which the buffers on the device, and what they hold, differ."""
     return costs.group_size, *costs.saver_of_device_memory
+
+
+def _on_device(costs: StepCosts) -> tuple[object, ...]:
+    """Returns the choices by which the device's memory, and what plans keep there, differ."""
+    job = costs.job
+    swaps = costs.spills, costs.overflows, costs.depths.leaving_nbytes
+    return job.num_microbatches, job.update_order, *_buffers(costs), *swaps
 
 
 def _index_below(nbytes: float) -> int:

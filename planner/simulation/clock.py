@@ -69,18 +69,19 @@ class Clock:
 
         Also returns when `max_calls` functions were called. Returns whether something is left.
         """
-        ready, later, next_call = self._ready, self._later, self._ready.popleft
+        ready, later, next_call, pop = self._ready, self._later, self._ready.popleft, heapq.heappop
         try:
             for _ in itertools.repeat(None) if max_calls is None else range(max_calls):
-                if not ready:
-                    if not later:
-                        return False
-                    # All calls for this time come before those that they cause.
-                    self.now, _, call = heapq.heappop(later)
-                    ready.append(call)
-                    while later and later[0][0] == self.now:
-                        ready.append(heapq.heappop(later)[2])
-                next_call()()
+                if ready:
+                    next_call()()
+                    continue
+                if not later:
+                    return False
+                # All calls for this time come before those that they cause.
+                self.now, _, call = pop(later)
+                while later and later[0][0] == self.now:
+                    ready.append(pop(later)[2])
+                call()
         except _Paused:
             pass
         if ready and ready[0] is _pause:  # it was called by the last of `max_calls`

@@ -66,12 +66,14 @@ class SimulatedMachine(Log):
         formats, plan = context.formats, context.plan
         layout = context.layout
         # By block: its elements, its chunks, and the elements and the SSD of each chunk. They are needed very often.
+        # Blocks of other boxes have no chunks here, but perhaps a gradient sum.
         self.numels = [block.numel for block in layout.blocks]
         self.chunk_keys = [tuple(layout.chunk_keys(block.index)) for block in layout.blocks]
+        self.keys_of_sums = [tuple(layout.keys_of_sum(block.index)) for block in layout.blocks]
         geometry = context.geometry(0) if context.ssds else None
         numel = layout.chunk_numel
         self._chunk_numels = [
-            [min(numel, self.numels[block] - chunk * numel) for block, chunk in keys] for keys in self.chunk_keys
+            [min(numel, self.numels[block] - chunk * numel) for block, chunk in keys] for keys in self.keys_of_sums
         ]
         self._ssds_of = [[geometry.ssd_of(key) for key in keys] for keys in self.chunk_keys] if geometry else []
         self.host_slots = context.host_slots()

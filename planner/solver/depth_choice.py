@@ -1,5 +1,6 @@
 """The depths of queues that a plan may have. They are fixed numbers, so that a better machine has no fewer of them."""
 
+import functools
 from collections.abc import Iterator
 
 from windlass.engine.memory_plan import (
@@ -32,8 +33,13 @@ def depths_for(num_ssds: int, *, num_optimizers: int, leaving_nbytes: int) -> Qu
     )
 
 
-def depths_to_try(num_ssds: int, *, num_optimizers: int, leaving_nbytes: int) -> Iterator[QueueDepths]:
-    """Yields depths for a machine, the deepest first. The last ones are the least that a job runs with."""
+@functools.lru_cache(maxsize=64)
+def depths_to_try(num_ssds: int, *, num_optimizers: int, leaving_nbytes: int) -> tuple[QueueDepths, ...]:
+    """Returns depths for a machine, the deepest first. The last ones are the least that a job runs with."""
+    return tuple(_depths_to_try(num_ssds, num_optimizers, leaving_nbytes))
+
+
+def _depths_to_try(num_ssds: int, num_optimizers: int, leaving_nbytes: int) -> Iterator[QueueDepths]:
     deepest = next((number for number in _NUMBERS_OF_SSDS if number >= num_ssds), _NUMBERS_OF_SSDS[-1])
     numbers = [number for number in reversed(_NUMBERS_OF_SSDS) if number <= deepest]
     for leaving in dict.fromkeys((leaving_nbytes, 0)):

@@ -64,6 +64,16 @@ def smallest_of(base: StepCosts, *, overflows: bool = True) -> StepCosts:
     )
 
 
+def has_least_buffers(costs: StepCosts) -> bool:
+    """Returns whether no kind with as much of its base in device memory has smaller buffers in host memory."""
+    leaving_nbytes = costs.depths.leaving_nbytes
+    depths = depths_to_try(
+        costs.speeds.num_ssds, num_optimizers=costs.job.num_optimizers, leaving_nbytes=leaving_nbytes
+    )
+    least = [each for each in depths if each.leaving_nbytes == leaving_nbytes][-1]
+    return costs.depths == least and costs.num_passing_blocks in (None, MIN_PASSING_BLOCKS)
+
+
 def all_group_sizes(job: PlannedJob) -> list[int]:
     """Returns the sizes of groups to try."""
     if job.group_size is not None:

@@ -69,7 +69,8 @@ class _Path:
     """The assignments after each number of steps."""
 
     first: tuple[int, ...]  # of each group, the option of all its blocks before the first step
-    steps: tuple[_Step, ...]
+    steps: tuple[_Step, ...]  # different ones, in order
+    numbers: tuple[int, ...]  # how often each of them comes, one after the other
     bound_device: _Floats  # after each number of steps, in the mode of the path; ascending
     bound_host: _Floats  # descending
     counts_movable: bool  # in the bounds: else activations that may go to the SSDs take no host memory
@@ -98,7 +99,7 @@ class MemoryFrontier:
         self._paths = list(_paths(program))
         tables = [_table(program, path) for path in self._paths]
         self.device, self.host, self.movable = (np.concatenate(columns) for columns in zip(*tables, strict=True))
-        self._starts = np.cumsum([0, *(len(path.steps) + 1 for path in self._paths)])
+        self._starts = np.cumsum([0, *(sum(path.numbers) + 1 for path in self._paths)])
         if program.overflow is None:
             self.movable = np.zeros_like(self.movable)
 
@@ -156,9 +157,12 @@ class MemoryFrontier:
         counts = [[0] * len(group.options) for group in self._program.blocks]
         for group, option in enumerate(path.first):
             counts[group][option] = self._program.blocks[group].count
-        for step in path.steps[: index - int(self._starts[number])]:
-            counts[step.group][step.before] -= 1
-            counts[step.group][step.after] += 1
+        num_left = index - int(self._starts[number])
+        for step, most in zip(path.steps, path.numbers, strict=True):
+            num_steps = min(most, num_left)
+            counts[step.group][step.before] -= num_steps
+            counts[step.group][step.after] += num_steps
+            num_left -= num_steps
         return Assignment(counts=tuple(map(tuple, counts)), moved_nbytes=moved_nbytes)
 
     def best_assignment(self, tier: MemoryTier, limits: Bytes) -> Assignment | None:
@@ -209,14 +213,15 @@ def _path(program: Program, base: list[float], full: Sequence[bool], *, counts_m
         host += group.count * weights[hull[0]][1]
         for place, (before, after) in enumerate(itertools.pairwise(hull)):
             more, less = weights[after][0] - weights[before][0], weights[before][1] - weights[after][1]
-            step = _Step(group=number, before=before, after=after)
-            slopes += [(more / less, number, place, more, less, step)] * group.count
+            slopes.append((more / less, number, place, more, less, _Step(group=number, before=before, after=after)))
     slopes.sort(key=lambda slope: slope[:3])
+    numbers = [program.blocks[slope[1]].count for slope in slopes]
     return _Path(
         first=tuple(first),
         steps=tuple(slope[-1] for slope in slopes),
-        bound_device=np.cumsum([device, *(slope[3] for slope in slopes)]),
-        bound_host=np.cumsum([host, *(-slope[4] for slope in slopes)]),
+        numbers=tuple(numbers),
+        bound_device=np.cumsum(np.append(device, np.repeat([slope[3] for slope in slopes], numbers))),
+        bound_host=np.cumsum(np.append(host, np.repeat([-slope[4] for slope in slopes], numbers))),
         counts_movable=counts_movable,
     )
 
@@ -264,11 +269,10 @@ def _table(program: Program, path: _Path) -> tuple[_Floats, _Floats, _Floats]:
     start = np.array([program.nbytes[_DEVICE], program.nbytes[_HOST], *[0.0] * (1 + num_buffers)])
     for group, option in enumerate(path.first):
         start += program.blocks[group].count * np.array(vector(group, option))
-    changes = {
-        step: np.array(vector(step.group, step.after)) - np.array(vector(step.group, step.before))
-        for step in dict.fromkeys(path.steps)
-    }
-    rows = np.cumsum([start, *(changes[step] for step in path.steps)], axis=0)
+    changes = [
+        np.array(vector(step.group, step.after)) - np.array(vector(step.group, step.before)) for step in path.steps
+    ]
+    rows = np.cumsum([start, *np.repeat(changes, path.numbers, axis=0)], axis=0) if changes else start[None]
     tiers = [rows[:, 0], rows[:, 1]]
     for number, buffer in enumerate(program.buffers):
         tiers[buffer.tier] = tiers[buffer.tier] + np.minimum(rows[:, 3 + number], buffer.most_nbytes)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from windlass.engine.memory_plan import UpdateOrder
+from windlass.engine.memory_plan import MemoryTier, UpdateOrder
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
 from windlass.planner.solver.program import Bound, Prices, Program, least_cost, priced_cost, relaxed
@@ -319,17 +319,14 @@ class _Search:
             self._others.append(solution)
 
     def _does_not_fit(self, jobs: tuple[PlannedJob, ...]) -> DoesNotFitError:
-        if self._errors:
-            errors = self._errors
-        else:
-            errors = [
-                DoesNotFitError(functools.partial(shortfall_by_tier, program, costs))
-                for job in jobs
-                for costs, program in _programs_at_the_border(job, self._speeds, self._limits)
+        def find_missing() -> dict[MemoryTier, int]:
+            programs = (each for job in jobs for each in _programs_at_the_border(job, self._speeds, self._limits))
+            all_missing = [error.missing for error in self._errors] or [
+                shortfall_by_tier(program, costs) for costs, program in programs
             ]
-        return DoesNotFitError(
-            lambda: min((error.missing for error in errors), key=lambda lacking: sum(lacking.values()))
-        )
+            return min(all_missing, key=lambda missing: sum(missing.values()))
+
+        return DoesNotFitError(find_missing)
 
 
 def _level_of(bound: float) -> float:

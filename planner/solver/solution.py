@@ -24,6 +24,7 @@ from windlass.planner.cost import ActivationOption
 from windlass.planner.solver.bisection import largest
 from windlass.planner.solver.depth_choice import depths_to_try
 from windlass.planner.solver.program import (
+    SPARE_WEIGHT,
     Assignment,
     Outcome,
     Program,
@@ -117,6 +118,11 @@ def penalty(costs: StepCosts) -> float:
     return 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
 
 
+def most_cost_of(costs: StepCosts, step_s: float) -> float:
+    """Returns the most that a plan with these costs and this step can cost."""
+    return (1 + len(Part) * SPARE_WEIGHT) * penalty(costs) * step_s
+
+
 def solved(costs: StepCosts, below: float = math.inf, *, gap: float = _GAP) -> Solution | None:
     """Returns the best plan with these costs. None: `below` is finite, and no plan was found that costs less.
 
@@ -206,6 +212,14 @@ def _most_fitting(placed: Callable[[int], Placement], costs: StepCosts, host_nby
     return largest(lambda number: _least_arena_nbytes(costs, placed(number)) <= host_nbytes, most=most)
 
 
+def commit_every_of(plans: Iterable[Plan]) -> int:
+    """Returns the steps between two commits of a job over boxes, which all commit at once.
+
+    A box without states in memory could commit every step, and commits as seldom as the others.
+    """
+    return min((plan.commit_every for plan in plans if plan.commit_every > 1), default=1)
+
+
 def shortfall_by_tier(program: Program, costs: StepCosts) -> dict[MemoryTier, int]:
     """Returns the bytes that a program lacks on each tier."""
     lacking = {tier: int(nbytes) for tier, nbytes in values_by_tier(shortfall(program)).items()}
@@ -222,9 +236,11 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int | None
     `costs` must have the group size and the memory-saving options of the placement. `arena_nbytes`: of its arena; None:
     as large as the placement needs.
     """
+    plan = plan_of(costs, placement, arena_nbytes)
+    if (plan.host_blocks or plan.device_blocks) and plan.commit_every != costs.commit_every:
+        costs = replace(costs, given_commit_every=plan.commit_every)
     kinds = costs.kinds()
     outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
-    plan = plan_of(costs, placement, arena_nbytes)
     return _solution(costs, costs, placement, plan, outcome, penalty(costs))
 
 

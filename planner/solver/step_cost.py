@@ -7,6 +7,7 @@ needed first, so updates overlap only with the next step's forward pass. Then th
 Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource); AutoHete, equations 1 to 6.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -146,8 +147,8 @@ class PlannedJob:
 
     @property
     def commit_period_s(self) -> float:
-        """The seconds of computing from one commit to the next, if states rest in memory."""
-        return 60 * self.training.commit_minutes
+        """The seconds from one commit to the next, if states rest in memory. Checkpoints are made of commits, too."""
+        return 60 * min(self.training.commit_minutes, self.training.checkpoint_minutes or math.inf)
 
     @cached_property
     def param_itemsize(self) -> int:
@@ -241,11 +242,12 @@ class StepCosts:
     streams_grads: bool = False
     num_passing_blocks: int | None = None
     depths: QueueDepths = field(default_factory=QueueDepths)
+    given_commit_every: int | None = None  # steps between commits of states in memory; None: see `commit_every`
     # Parts of the cost model that depend on the group size, what streams and what spills only.
     _shared: dict[object, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        key = (self.speeds, self.group_size, self.streams, self.streams_grads, self.spills)
+        key = (self.speeds, self.group_size, self.streams, self.streams_grads, self.spills, self.commit_every)
         object.__setattr__(self, "_shared", self.job.known.setdefault(key, {}))
 
     def _once_known(self, what: object, compute: Callable[[], _Any]) -> _Any:
@@ -363,17 +365,32 @@ class StepCosts:
     def commit_every(self) -> int:
         """The steps from one commit to the next, if states rest in memory.
 
-        A commit writes all of them to the SSDs, and the next updates wait for it. So they are as rare as a loss of some
-        minutes of computing allows, if the machine fails. What is computed decides, because a plan decides the rest.
+        A commit writes all of them to the SSDs, and the next updates wait for it. So commits are as rare as a loss of
+        `commit_minutes` allows, if the machine fails.
         """
-        return _known(self.job.known, ("commit_every", self.speeds), self._commit_every)
+        if self.given_commit_every is not None:
+            return self.given_commit_every
+        return _known(self.job.known, ("commit_every", self.speeds, self.limits.host_nbytes), self._commit_every)
 
     def _commit_every(self) -> int:
-        job = self.job
-        microbatch_s = sum(sum(self.compute_s(block)) for block in job.model.blocks)
-        least_s = job.num_microbatches / job.num_ranks * microbatch_s
-        most = job.commit_period_s / least_s if least_s > 0 else _MOST_COMMIT_EVERY
+        step_s = self._likely_step_s()
+        most = self.job.commit_period_s / step_s if step_s > 0 else _MOST_COMMIT_EVERY
         return max(COMMIT_EVERY, int(min(most, _MOST_COMMIT_EVERY)))
+
+    def _likely_step_s(self) -> float:
+        """Returns the longest of what a step takes at least if host memory holds as many states as it can.
+
+        It does not depend on the plan: what is computed, updated by CPUs, and moved by a link and the SSDs.
+        """
+        job, speeds, numel = self.job, self.speeds, self.job.model.numel
+        computed_s = sum(sum(self.compute_s(block)) for block in job.model.blocks)
+        num_on_ssds = max(0.0, numel - self.limits.host_nbytes / job.state_itemsize)
+        return max(
+            job.num_microbatches / job.num_ranks * computed_s,
+            numel / speeds.optimizer_params,
+            2 * numel * job.param_itemsize / speeds.h2d_bytes,
+            num_on_ssds * job.state_itemsize * (1 / speeds.read_bytes + 1 / speeds.write_bytes),
+        )
 
     # --- options ----------------------------------------------------------------------------------------------------
 
@@ -649,6 +666,9 @@ class StepCosts:
         host = plan.arena_nbytes
         if not plan.passes_sums_at_once:
             host -= plan.partial_grads.nbytes + plan.open_lanes.nbytes
+            # Those of own blocks are counted with their states.
+            num_passed = job.crossings.num_passed_chunks(job.num_ranks)
+            host += self.num_flats * num_passed * plan.partial_grads.slot_nbytes
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
         return host, plan.ssd_nbytes

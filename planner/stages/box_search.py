@@ -31,6 +31,8 @@ _MOST_PLANNED = 32
 # and simulations differ by as much.
 _NEAR = 1.1
 _MOST_NEAR = 2
+# The maximum number of plans with other rounds that are kept, too: each is the best one found with its rounds.
+_MOST_OTHER_ROUNDS = 4
 
 # Kinds of boxes, each with the number of its boxes.
 Choice = Sequence[tuple[BoxPlans, int]]
@@ -155,13 +157,8 @@ def _numbers_of(boxes: Sequence[BoxPlans], number: int, *, least: int = 1) -> It
         yield from ((first, *others) for others in _numbers_of(boxes[1:], number - first, least=0))
 
 
-def check_division(layout: ModelLayout, num_boxes: int, num_ranks: int) -> None:
-    """Raises StagesError if the model cannot be divided over so many boxes. `num_ranks`: the fewest GPUs of each."""
-    if num_ranks > 1 and is_tied(layout):
-        raise StagesError(
-            f"the model's embedding and head share a tensor, and would be on different boxes with {num_ranks} "
-            "GPUs each: that is not supported yet; plan for one GPU on each box"
-        )
+def check_division(layout: ModelLayout, num_boxes: int) -> None:
+    """Raises StagesError if the model cannot be divided over so many boxes."""
     num_layers = len(layout.blocks) - 2
     if num_boxes > num_layers:
         raise StagesError(
@@ -175,13 +172,7 @@ def _check(boxes: Sequence[BoxPlans], num_boxes: int) -> None:
     unknown = [each.kind.name for each in boxes if each.kind.network_bytes is None]
     if unknown:
         raise StagesError(f"the rate of the network between boxes is not known for {', '.join(unknown)}")
-    question = boxes[0].kind.question
-    check_division(boxes[0].profiles.layout, num_boxes, 1 if question.chooses_ranks else question.num_ranks)
-
-
-def is_tied(layout: ModelLayout) -> bool:
-    """Returns whether blocks share tensors. Then each of several boxes has one GPU: see `layout_of_box`."""
-    return any(len(blocks) > 1 for blocks in layout.shared)
+    check_division(boxes[0].profiles.layout, num_boxes)
 
 
 def _best_of_one(box: BoxPlans, *, simulates: bool) -> PlannedStages | None:
@@ -261,7 +252,10 @@ def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: fl
             best = splitter.best(known=known, worth_refining=_WORTH_REFINING * below) or best
             found += splitter.planned
     own = None if best is None else best.with_own_blocks()
-    return None if own is None else replace(own, near=_near(own, found))
+    if own is None:
+        return None
+    near = _near(own, found)
+    return replace(own, near=near, other_rounds=_other_rounds((own, *near), found))
 
 
 def _near(best: PlannedStages, found: Sequence[PlannedStages]) -> tuple[PlannedStages, ...]:
@@ -278,9 +272,21 @@ def _near(best: PlannedStages, found: Sequence[PlannedStages]) -> tuple[PlannedS
     return tuple(near)
 
 
+def _other_rounds(chosen: Sequence[PlannedStages], found: Sequence[PlannedStages]) -> tuple[PlannedStages, ...]:
+    """Returns the best plan of those found with each rounds that no chosen one has, the shortest first."""
+    by_rounds = {_rounds_of(planned): planned for planned in sorted(found, key=lambda each: -each.step_s)}
+    for planned in chosen:
+        by_rounds.pop(_rounds_of(planned), None)
+    return tuple(sorted(by_rounds.values(), key=lambda each: each.step_s)[:_MOST_OTHER_ROUNDS])
+
+
+def _rounds_of(planned: PlannedStages) -> object:
+    return tuple(map(id, planned.boxes)), planned.rounds
+
+
 def _choice_of(planned: PlannedStages) -> object:
     """Returns what two plans of a search differ in."""
-    return tuple(map(id, planned.boxes)), planned.rounds, planned.division
+    return _rounds_of(planned), planned.division
 
 
 def orders_of_boxes(chosen: Choice, *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:
@@ -323,7 +329,7 @@ def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
     Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
     plans of the others are between theirs.
     """
-    for num_ranks in (1,) if is_tied(boxes[0].profiles.layout) else _numbers_of_gpus(boxes):
+    for num_ranks in _numbers_of_gpus(boxes):
         of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
         by_number = dict[int, list[Rounds]]()
         for num_microbatches in numbers_of_microbatches(of_ranks):
@@ -339,7 +345,7 @@ def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:
     job, layout = sequence[0].job(rounds), sequence[0].profiles.layout
     num_tokens = job.training.batch_size * job.model.num_tokens * job.model.size_share
     hidden_nbytes = num_tokens * layout.hidden_size * job.training.formats.precision.itemsize
-    is_shared = len(sequence) > 1 and is_tied(sequence[0].profiles.layout)
+    is_shared = len(sequence) > 1 and any(len(blocks) > 1 for blocks in layout.shared)
     shared_numel = layout.blocks[0].numel if is_shared else 0
     return Pipeline(
         stages=(),

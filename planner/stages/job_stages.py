@@ -16,6 +16,7 @@ from windlass.planner.hardware import Hardware
 from windlass.planner.planning import question_of
 from windlass.planner.profiling import FolderConfig
 from windlass.planner.question import JobPlan, KeptShapes, Profiles
+from windlass.planner.solver import commit_every_of
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Run
 from windlass.planner.stages.box_search import best_of_choices, check_division, choices_of
 from windlass.planner.stages.even_stages import even_stages
@@ -58,7 +59,7 @@ def plan_stages(
     """
     layout = ModelLayout.from_json(request.layout_file.read_text())
     if request.number > 1:
-        check_division(layout, request.number, 1 if request.chooses_ranks else request.num_ranks)
+        check_division(layout, request.number)
     first, *others = request.boxes
     measured = tuple(box for box in request.boxes if box.hardware is not None)
     if first.hardware is None or len(measured) < request.number:
@@ -108,8 +109,11 @@ def _planned(
         of_kinds = {group[0].name: group for group in groups}
         names = [box.name for plans, number in choices[0] for box in of_kinds[plans.kind.name][:number]]
         raise StagesDoNotFitError(_lacks_in_words(least, names, is_closest=len(choices) > 1))
-    near = tuple(_over_their_network(each, request, groups) for each in planned.near)
-    planned = replace(_over_their_network(planned, request, groups), near=near)
+    near, other_rounds = (
+        tuple(_over_their_network(each, request, groups) for each in plans)
+        for plans in (planned.near, planned.other_rounds)
+    )
+    planned = replace(_over_their_network(planned, request, groups), near=near, other_rounds=other_rounds)
     planned, simulated_s = fastest_by_simulation(planned)
     step_s = planned.step_s if simulated_s is None else simulated_s
     in_order = _boxes_of(planned, groups)
@@ -202,14 +206,18 @@ def _notes(request: StagesRequest, boxes: Sequence[RequestedBox]) -> list[str]:
         for box in boxes
     )
     rate = 8 * ASSUMED_NETWORK_BYTES_PER_S / 1e9
-    return [f"the rate of the network between the boxes is not known; {rate:g} Gbit/s are assumed"] if assumes else []
+    if not assumes:
+        return []
+    return [
+        f"the rate of the network between the boxes is not known; {rate:g} Gbit/s are assumed. `windlass doctor "
+        "--network` measures it, for the next plan"
+    ]
 
 
 def _plan_of(
     planned: PlannedStages, boxes: Sequence[RequestedBox], *, step_s: float, notes: Sequence[str]
 ) -> StagesPlan:
-    # All boxes commit at once. A box without states in memory commits as seldom as those with some.
-    commit_every = max(plan.solution.plan.commit_every for plan in planned.plans)
+    commit_every = commit_every_of(plan.solution.plan for plan in planned.plans)
     return StagesPlan(
         num_ranks=planned.rounds.num_ranks,
         num_microbatches=planned.rounds.num_microbatches,
@@ -241,6 +249,8 @@ def _stage_of(box: RequestedBox, run: Run, plan: BoxPlan, commit_every: int, *, 
         arena_nbytes=as_job.arena_nbytes,
         planned_device_nbytes=as_job.planned_device_nbytes,
         peak_gib=dict(as_job.report.peak_gib or {}),
+        busy_s=as_job.report.busy_s,
+        choices=as_job.report.choices,
         num_ranks=None if num_ranks == most_ranks else num_ranks,
     )
 

@@ -30,6 +30,8 @@ class PlannedStages:
     plans: tuple[BoxPlan, ...]
     pipeline: Pipeline
     near: "tuple[PlannedStages, ...]" = ()  # other plans of the same boxes whose steps are nearly as short
+    # Plans of the same boxes with other rounds, as `Splitter` found them: see `with_own_blocks`.
+    other_rounds: "tuple[PlannedStages, ...]" = ()
 
     @property
     def step_s(self) -> float:

@@ -28,6 +28,9 @@ class StagePlan:
     arena_nbytes: int | None = None  # exact size of the arena; None: the engine chooses it when the job starts
     planned_device_nbytes: int | None = None  # peak device memory; None: it is counted when the job starts
     peak_gib: dict[str, float]  # by tier, as in a PlanReport; empty: not known
+    # As in a PlanReport; None: not known. By these a job that has come to one box is planned anew.
+    busy_s: dict[str, float] | None = None
+    choices: dict[str, Any] | None = None
     num_ranks: int | None = None  # GPU workers of the box, if they are fewer than the plan's
 
     @property
@@ -91,8 +94,9 @@ class StagesPlan:
         if not self.from_attempt:
             del values["from_attempt"]  # so that plans of releases that lack it keep their bytes, and so their digests
         for stage in values["stages"]:
-            if stage["num_ranks"] is None:  # for the same reason
-                del stage["num_ranks"]
+            for name in _NEW_OF_STAGE:  # for the same reason
+                if stage[name] is None:
+                    del stage[name]
         return values
 
     @property
@@ -134,4 +138,5 @@ class StagesPlan:
 
 
 _PLAN = TypeAdapter(StagesPlan)
+_NEW_OF_STAGE = ("num_ranks", "busy_s", "choices")  # that older releases lack
 _OF_PLACEMENT = {field.name for field in fields(Placement)}

@@ -152,7 +152,8 @@ def show(job: Annotated[str, typer.Argument(help="The job's id.")], home: Home =
         extra = found["windlass"]
         is_measured = "measured" in (extra["last_metrics"] or {})
         occupies = _occupies(client, found)
-        compared = _compared(client.plan(job)) if extra["has_plan"] or is_measured else {}
+        may_be_planned = extra["has_plan"] or is_measured or len(extra.get("boxes") or ()) > 1
+        compared = _compared(client, job) if may_be_planned else {}
         files = {name: _named_file(client, found[name]) for name in ("training_file", "validation_file")}
     rows = {
         "job": found["id"],
@@ -228,6 +229,8 @@ def _box_of(job: dict[str, Any]) -> str:
     """Returns the box of a job, or all of them, or their number while they are not chosen."""
     extra = job["windlass"]
     asked = extra["settings"].get("boxes")
+    if not extra["attempt"] and (box := extra["settings"].get("box")):
+        return str(box)  # where it is to begin; its row is on the head until then
     return ", ".join(extra.get("boxes") or ()) or (f"{asked} boxes" if asked else extra.get("box") or "")
 
 
@@ -247,11 +250,16 @@ def _occupied(storage: dict[str, Any]) -> str:
     return f"{bytes_text(storage['bytes'])}: {named}" if named else "nothing"
 
 
-def _compared(view: dict[str, Any]) -> dict[str, str]:
-    """Describes the predicted and the measured values."""
+def _compared(client: ServiceClient, job_id: str) -> dict[str, str]:
+    """Describes the predicted and the measured values, as far as there are any."""
     from windlass.service.jobs import in_words
 
-    return in_words(view)
+    try:
+        return in_words(client.plan(job_id))
+    except RequestRefusedError as error:
+        if error.code != "plan_not_found":  # a job over several boxes that is not planned yet
+            raise
+        return {}
 
 
 def logs(

@@ -19,6 +19,7 @@ from windlass.service.cluster.box import Membership, membership_of
 from windlass.service.installation import (
     HARDWARE_FILE,
     KEY_VARIABLE,
+    SETTINGS_FILE,
     Drive,
     Serving,
     Settings,
@@ -27,9 +28,11 @@ from windlass.service.installation import (
     find_serving,
     inspect_machine,
     load_settings,
-    mount_point,
     open_client,
+    prepare_home,
     told_killed,
+    told_new_ssd_dirs,
+    write_setting,
 )
 from windlass.service.machine import RayCluster
 from windlass.service.processes import start_detached
@@ -50,9 +53,14 @@ def up(
     port: Annotated[int | None, typer.Option(help="The port of the API and the dashboard.")] = None,
     cluster_host: Annotated[
         str | None,
-        typer.Option(help="An IP address of this machine at which other boxes reach it."),
+        typer.Option(
+            help="An IP address of this machine at which other boxes reach it. It is written into windlass.toml of the "
+            "home, for later starts."
+        ),
     ] = None,
-    cluster_port: Annotated[int | None, typer.Option(help="The port that boxes call.")] = None,
+    cluster_port: Annotated[
+        int | None, typer.Option(help="The port that boxes call; it is written there, too.")
+    ] = None,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd user unit for this home, and start nothing.")
     ] = False,
@@ -88,7 +96,10 @@ def up(
     if print_unit:
         print(unit_of(settings.home, cluster_host=cluster_host, cluster_port=cluster_port, port=port), end="")
         return
-    _tell_new_ssd_dirs(settings)
+    if cluster_host is not None or cluster_port is not None:
+        _keep_cluster_address(settings, host=cluster_host, port=cluster_port)
+    for line in told_new_ssd_dirs(settings.ssd_dirs, settings.home):
+        print(line, flush=True)
     measures = (settings.measure if measure is None else measure) and find_serving(settings.home) is None
     if measures or settings.is_for_others:  # checks for a key before the measurement, which takes minutes
         from windlass.service.auth import migrate_database, prepare_database
@@ -114,12 +125,30 @@ def up(
     _leave_ray_to_jobs(settings)
 
 
-def _tell_new_ssd_dirs(settings: Settings) -> None:
-    """Names each SSD directory that will be made, and its disk. If its SSD is not mounted, that is the wrong one."""
-    for path in settings.ssd_dirs:
-        if not (path.exists() or is_device_path(path) or path.is_relative_to(settings.home)):
-            told = f"{path} does not exist and will be made on the disk mounted at {mount_point(path)}"
-            print(f"! ssd_dirs: {told}; if its SSD should be mounted there, end windlass and mount it", flush=True)
+def _keep_cluster_address(settings: Settings, *, host: str | None, port: int | None) -> None:
+    """Keeps the options in the home's settings: started without them, the head would be away for all its boxes.
+
+    Raises PortInUseError if the address is not this machine's.
+    """
+    from windlass.service.processes import listening
+
+    if host is not None:
+        with listening(host, 0, setting="cluster_port"):
+            pass  # before the machine is measured
+    command = "windlass up"
+    try:
+        prepare_home(settings.home)
+        for name, value in (("cluster_port", port), ("cluster_host", host)):
+            if value is None:
+                continue
+            written = str(value) if name == "cluster_port" else f'"{value}"'
+            own = write_setting(settings.home, name, written, command=command)
+            if own not in (None, value):
+                file = settings.home / SETTINGS_FILE
+                print(f"! {file} says {name} = {own}: the next start goes by that, this one by the option", flush=True)
+    except OSError as error:
+        told = f"{settings.home / SETTINGS_FILE} cannot be written ({error.strerror})"
+        print(f"! {told}; give --cluster-host at each start, or boxes do not find this head", flush=True)
 
 
 def down(
@@ -158,6 +187,11 @@ def status(home: Home = None) -> None:
         killed = find_killed(settings.home)
         if killed is None:
             print(f"windlass is not running in {settings.home}; start it with `windlass up --detach`")
+        elif (box := box_of(settings.home)) is not None:
+            print(
+                f"windlass is not running: box {box.name} of {box.head} was killed or crashed (process "
+                f"{killed.process.pid}); start it with `windlass up --detach`"
+            )
         else:
             print(f"windlass is not running: nothing answers at {killed.url}, {told_killed(settings, killed)}")
         if cluster.is_running:

@@ -46,10 +46,10 @@ def boxes_in_words(timeline: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _box_in_words(box: Mapping[str, Any], period_s: float) -> str:
     own = [(_spaced(cause), seconds) for cause, seconds in box["stall_s"].items() if cause != "other_box"]
-    waits_s = [*box["waits_for_s"].items(), *own]
+    waits_s = [*((f"for {name}", seconds) for name, seconds in box["waits_for_s"].items()), *own]
     told = sorted(((seconds / period_s, what) for what, seconds in waits_s), reverse=True)
     parts = [f"{what} {share:.0%}" for share, what in told if share >= _LEAST_SHARE]
-    return f"computes {box['compute_s'] / period_s:.0%}" + (f"; waits for {', '.join(parts)}" if parts else "")
+    return f"computes {box['compute_s'] / period_s:.0%}" + (f"; waits {', '.join(parts)}" if parts else "")
 
 
 def _link_in_words(link: Mapping[str, Any], period_s: float) -> str:

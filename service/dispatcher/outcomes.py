@@ -15,6 +15,7 @@ from windlass.actors.job import JournalReader, JournalRecord
 from windlass.actors.runtime.moving import MOVED
 from windlass.actors.scheduler import INTERRUPTED, PAUSED
 from windlass.service.data import output_dir
+from windlass.service.dispatcher.placement import told_boxes
 from windlass.service.installation import Settings, about, node_of
 from windlass.service.jobs import (
     fields_on_one_box,
@@ -34,6 +35,7 @@ from windlass.storage.sql import Database, Job, JobStatus, StatusConflict
 from windlass.storage.sql.repositories import (
     HELD_FOR_PART,
     BoxRepository,
+    BoxState,
     EventRepository,
     FileRepository,
     JobFields,
@@ -301,12 +303,20 @@ def _requeue_after_pause(settings: Settings, session: Session, job: Job) -> None
         hold = read_hold(settings.home)
         if hold is None and PartRepository(session).hold(node_of(settings.home)):
             hold = HELD_FOR_PART
+        hold = hold or _drained(session, job)
         if hold is not None:
             why = f"because {hold}; the job goes on by itself afterwards"
         else:
             why = "so that another goes on with the new plan" if has_new_plan else "and was resumed before: it goes on"
         message = f"Attempt {job.attempt} ended after step {now.step}, {why}"
         _end_attempt(session, job, message, level="info", num_lost=0)
+
+
+def _drained(session: Session, job: Job) -> str | None:
+    """Names the boxes of a job over several that are draining, None if none is."""
+    boxes = (BoxRepository(session).by_node(part.node) for part in PartRepository(session).of_job(job.id))
+    names = [box.name for box in boxes if box is not None and box.state == BoxState.DRAINING.value]
+    return f"{told_boxes(names)} {'is' if len(names) == 1 else 'are'} draining" if names else None
 
 
 def handle_preemption(settings: Settings, session: Session, job: Job, reason: str) -> None:

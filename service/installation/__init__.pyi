@@ -41,8 +41,8 @@ from windlass.service.installation.machine import Machine as Machine
 from windlass.service.installation.machine import find_gpus as find_gpus
 from windlass.service.installation.machine import inspect_machine as inspect_machine
 from windlass.service.installation.machine import models_of as models_of
-from windlass.service.installation.machine import mount_point as mount_point
 from windlass.service.installation.machine import num_cores as num_cores
+from windlass.service.installation.machine import told_new_ssd_dirs as told_new_ssd_dirs
 from windlass.service.installation.process_ids import ProcessId as ProcessId
 from windlass.service.installation.process_ids import boot_id as boot_id
 from windlass.service.installation.process_ids import end_processes as end_processes
@@ -54,7 +54,9 @@ from windlass.service.installation.restored import was_restored as was_restored
 from windlass.service.installation.settings import CORES_TO_DIVIDE as CORES_TO_DIVIDE
 from windlass.service.installation.settings import HARDWARE_FILE as HARDWARE_FILE
 from windlass.service.installation.settings import KEY_VARIABLE as KEY_VARIABLE
+from windlass.service.installation.settings import SETTINGS_FILE as SETTINGS_FILE
 from windlass.service.installation.settings import Settings as Settings
 from windlass.service.installation.settings import SettingsError as SettingsError
 from windlass.service.installation.settings import load_settings as load_settings
 from windlass.service.installation.settings import place_of_home as place_of_home
+from windlass.service.installation.settings_file import write_setting as write_setting

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from windlass.storage.ssd import is_device_path
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -74,6 +76,16 @@ def mount_point(path: Path) -> Path:
     """Returns where the file system is mounted that holds a path, or will hold it."""
     existing = _existing(path).resolve()
     return next(folder for folder in (existing, *existing.parents) if folder.is_mount())
+
+
+def told_new_ssd_dirs(paths: Iterable[Path], home: Path) -> list[str]:
+    """Names each SSD directory that will be made, and its disk. If its SSD is not mounted, that is the wrong one."""
+    new = [path for path in paths if not (path.exists() or is_device_path(path) or path.is_relative_to(home))]
+    return [
+        f"! ssd_dirs: {path} does not exist and will be made on the disk mounted at {mount_point(path)}; if its SSD "
+        "should be mounted there, end windlass and mount it"
+        for path in new
+    ]
 
 
 def find_gpus() -> tuple[Gpu, ...]:

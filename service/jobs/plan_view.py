@@ -85,6 +85,9 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def in_words(view: dict[str, Any]) -> dict[str, str]:
     """Describes each predicted or measured number, and the difference, for users."""
     predicted, measured, error = (view[name] or {} for name in ("predicted", "measured", "error"))
+    if not predicted and view["simulated"] is not None:  # of a job over several boxes
+        predicted = {"step_s": view["simulated"]["step_s"]}
+        error = {"step_s": _error(predicted["step_s"], measured.get("step_s"))}
     lines = {"step time": _step_in_words(predicted, measured, error)}
     # Once steps are measured, they say more than earlier jobs.
     if predicted.get("step_s_low") is not None and (view["is_estimate"] or not measured):

@@ -102,7 +102,7 @@ def end_for_restart(session: Session, settings: Settings, job: Job) -> None:
     if box is None:
         raise _refusal(f"job {job.id} is {job.status} and goes on by itself; cancel it first to begin it again")
     _check_box_is_lost(settings, job, box)
-    message = f"Cancelled, because box {box.name} is away and another job goes on for it"
+    message = f"Cancelled, because box {box.name} {_why_gone(box)} and another job goes on for it"
     JobRepository(session).transition(job.id, job.status, JobStatus.CANCELLED, message=message)
     MirrorRepository(session).end_here(job.id, node_of(settings.home))
 
@@ -122,9 +122,13 @@ def _end_with_lost_part(session: Session, settings: Settings, job: Job, parts: S
         )
     if not lost:
         _check_box_is_lost(settings, job, gone[0])
-    box, what = (lost[0], "has lost its part of it") if lost else (gone[0], "is away")
+    box, what = (lost[0], "has lost its part of it") if lost else (gone[0], _why_gone(gone[0]))
     message = f"Cancelled, because box {box.name} {what} and another job goes on for it"
     JobRepository(session).transition(job.id, job.status, JobStatus.CANCELLED, message=message)
+
+
+def _why_gone(box: Box) -> str:
+    return "was removed" if box.state == BoxState.REMOVED.value else "is away"
 
 
 def note_restart(session: Session, job_id: str, restart: Restart) -> None:

@@ -166,9 +166,11 @@ def _report_on_one_box(plan: StagesPlan) -> PlanReport:
         feasible=True,
         reasons=plan.notes,
         step_s=plan.step_s,
+        busy_s=stage.busy_s,
         peak_gib=dict(stage.peak_gib),
         engine_gib=engine_gib,
         choices={
+            **(stage.choices or {}),
             "gpus": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
             "group_size": plan.group_size,

@@ -63,6 +63,12 @@ def running_jobs(settings: Settings) -> tuple[str, ...]:
         return (*(job.id for job in _jobs_here(database, settings)), *parts_here)
 
 
+def jobs_with_parts(settings: Settings) -> tuple[str, ...]:
+    """Returns the ids of the jobs over several boxes that have states on this box."""
+    with _database(settings) as database, database.read() as session:
+        return tuple(part.job_id for part in PartRepository(session).on(node_of(settings.home)) if part.served)
+
+
 def is_box_free(settings: Settings) -> bool:
     """Returns whether no job trains in this home."""
     return not (RayCluster(settings.home).pids and running_jobs(settings))

@@ -59,9 +59,9 @@ def boxes(direct_home: Path) -> Iterator[list[Box]]:
             cluster = RayCluster(home)
             stack.callback(cluster.stop)
             with pytest.MonkeyPatch.context() as patch:
-                for variable, value in pretend_gpus(1).items():
+                for variable, value in pretend_gpus(2).items():
                     patch.setenv(variable, value)
-                cluster.ensure_running(num_cpus=2, num_gpus=1)
+                cluster.ensure_running(num_cpus=2, num_gpus=2)
             driver = Driver(home, home)
             stack.callback(driver.kill)
             made.append(Box(cluster, driver))
@@ -106,9 +106,11 @@ def errors_of(spec: JobSpec) -> str:
 
 
 def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tmp_path: Path) -> None:
-    one = run(tmp_path / "one", **CHANGES)
-    spec = job(tmp_path / "apart", lanes=1, **CHANGES)
-    specs = boxes_of(grouped(spec, 1), STAGES["2-3"])
+    """The second box has the head and two GPU workers, which use the first one's embedding, too."""
+    changes = {**CHANGES, "tied": True}
+    one = run(tmp_path / "one", **changes)
+    spec = job(tmp_path / "apart", lanes=1, **changes)
+    specs = boxes_of(grouped(spec, 1), STAGES["2-3"], (1, 2))
     start(boxes, specs, tmp_path / "links")
     outcome = boxes[0].driver.await_end(specs[0])
     assert outcome["status"] == "succeeded", (outcome, errors_of(spec))
@@ -119,7 +121,7 @@ def test_boxes_with_a_ray_each_have_the_bits_of_one_process(boxes: list[Box], tm
     seen = [visible_gpus(Path(each.job_dir)) for each in specs]
     assert [{name: gpus for name, gpus in of_box.items() if gpus} for of_box in seen] == [
         {"gpu-0": "0"},
-        {"b1/gpu-0": "0"},
+        {"b1/gpu-0": "0", "b1/gpu-1": "1"},
     ]
 
 

@@ -15,7 +15,7 @@ from windlass.planner.simulation import (
     simulate_boxes,
     simulated_step_s_of_boxes,
 )
-from windlass.planner.solver import Solution
+from windlass.planner.solver import Solution, commit_every_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,7 @@ class StagesToSimulate:
     def boxes(self) -> list[SimulatedBox]:
         """The boxes, with chunks of one size on all."""
         layout = in_fewer_chunks(self.layout, max(plan.costs.speeds.num_ssds for plan in self.plans))
-        # All boxes commit at once. A box without states in memory commits as seldom as those with some.
-        commit_every = max(plan.plan.commit_every for plan in self.plans)
+        commit_every = commit_every_of(plan.plan for plan in self.plans)
         has_several = len(self.plans) > 1
         ranks = tuple(plan.costs.job.num_ranks for plan in self.plans)
         return [
@@ -55,14 +54,16 @@ class StagesToSimulate:
         ]
 
 
-def simulated_stages_step_s(job: StagesToSimulate, *, max_calls: int | None = None) -> float:
+def simulated_stages_step_s(job: StagesToSimulate, *, max_calls: int | None = None, most_s: float = math.inf) -> float:
     """Returns the steady step time of a planned job over boxes.
+
+    `most_s`: if the step takes longer, some time above this may be returned in place of the step's.
 
     Raises:
         Stuck: the job would not end.
         TooLong: a step has more than `max_calls` events.
     """
-    return simulated_step_s_of_boxes(job.boxes, job.network, max_calls=max_calls)
+    return simulated_step_s_of_boxes(job.boxes, job.network, max_calls=max_calls, most_s=most_s)
 
 
 def simulate_stages(job: StagesToSimulate, *, limit_s: float = math.inf) -> SimulatedSteps:

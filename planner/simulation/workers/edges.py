@@ -2,11 +2,11 @@
 
 import functools
 
-from windlass.actors.messages import ComputeBlock, Crossing, Phase, SpanKind
+from windlass.actors.messages import ComputeBlock, Crossing, OfferSpan, OfferTaken, Phase, SpanKind
 from windlass.actors.worker_policy import params_version
 from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, MemoryTier
 from windlass.planner.simulation import GRADIENTS, PARAMS, Future, Process, Queue, SimulatedGpu, Slots
-from windlass.storage.ids import BlockIndex, Step
+from windlass.storage.ids import BlockIndex, Span, Step
 
 _HIDDEN = "hidden states from and to other boxes"
 _SHARED = "shared params from and to other boxes"
@@ -99,6 +99,8 @@ class SharedParams:
         self._last_group = plan.num_groups - 1
         self._lends, self._borrows = (_EMBEDDING in blocks for blocks in (layout.lent, layout.borrowed))
         self._other = len(context.spec.stages) - 1 if self._lends else 0
+        is_first, is_last = gpu.rank == 0, gpu.name == context.grads_worker
+        self._sends, self._pulls = self._lends and is_first, (self._lends and is_last) or (self._borrows and is_first)
         if not self._lends and not self._borrows:
             return
         self._numels = [stop - start for start, stop in layout.chunk_ranges(_EMBEDDING)]
@@ -107,11 +109,17 @@ class SharedParams:
         if self._lends:
             outgoing, incoming = incoming, outgoing
             self._itemsize_in, self._itemsize_out = self._itemsize_out, self._itemsize_in
-        gpu.world.allocate(MemoryTier.HOST, _SHARED, outgoing.nbytes + incoming.nbytes)
+        if is_first:
+            gpu.world.allocate(MemoryTier.HOST, _SHARED, outgoing.nbytes + incoming.nbytes)
         self._outbox, self._inbox = (Slots(clock, pool.num_slots) for pool in (outgoing, incoming))
-        gpu.allocate(GRADIENTS if self._lends else PARAMS, sum(self._numels) * self._itemsize_in)
+        if self._borrows or self._pulls:
+            gpu.allocate(GRADIENTS if self._lends else PARAMS, sum(self._numels) * self._itemsize_in)
+        # The other GPU workers of the head's box, to which the first one offers the params.
+        self._others = [name for name in context.gpu_workers if self._borrows and name != gpu.name]
+        self._num_copying: dict[Crossing, int] = {}  # GPU workers that have not copied what is there
         self._expected_version: int | None = None
         self._sent_version: int | None = None
+        self._num_copied = 0  # chunks of the version that comes
         self._arrived: dict[int, Future] = {}  # by version: all its chunks are on the device
 
     def takes(self, operation: ComputeBlock) -> bool:
@@ -124,20 +132,20 @@ class SharedParams:
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the pulls of what comes, at the first operation of a version."""
         version = params_version(operation.phase, operation.step)
-        if not (self._lends or self._borrows) or version == self._expected_version:
+        if not self._pulls or version == self._expected_version:
             return
         self._expected_version = version
-        self._arrived[version] = self.world.clock.process(self._pull(operation.step))
+        self.world.clock.process(self._pull(operation.step))
 
     def wait_for(self, operation: ComputeBlock) -> Process:
         """Waits until what an operation takes is on the device."""
         if self.takes(operation):
-            yield self._arrived[params_version(operation.phase, operation.step)]
+            yield self._arrival_of(params_version(operation.phase, operation.step))
 
     def send_params(self, operation: ComputeBlock) -> Process:
         """Copies the embedding's params to slots after its first operation of a version, as compute."""
         version = params_version(operation.phase, operation.step)
-        if not self._lends or operation.block != _EMBEDDING or version == self._sent_version:
+        if not self._sends or operation.block != _EMBEDDING or version == self._sent_version:
             return
         self._sent_version = version
         yield from self._copy_out(operation, self._crossing(operation.step, is_params=True), SpanKind.COPY_STATES_OUT)
@@ -147,6 +155,13 @@ class SharedParams:
         if self._borrows and operation.block == self._head:
             crossing = self._crossing(operation.step, is_params=False)
             self.world.clock.process(self._copy_out(operation, crossing, SpanKind.COPY_GRAD_OUT))
+
+    def take(self, message: OfferSpan | OfferTaken) -> None:
+        """Processes a message of another GPU worker of the box."""
+        if isinstance(message, OfferSpan):
+            self.world.clock.process(self._copy_in(message.crossing, message))
+        else:
+            self._was_copied(message.crossing)
 
     def _crossing(self, step: Step, *, is_params: bool) -> Crossing:
         phase, block = (Phase.HEAD, self._head) if is_params else (Phase.BACKWARD, _EMBEDDING)
@@ -162,19 +177,52 @@ class SharedParams:
             offered.then(self._outbox.give_back)
 
     def _pull(self, step: Step) -> Process:
-        """Pulls all chunks of a version, and ends when they are on the device."""
-        crossing, copies = self._crossing(step, is_params=self._borrows), list[Future]()
+        """Pulls all chunks of a version."""
+        crossing = self._crossing(step, is_params=self._borrows)
         assert self.world.network is not None, "the job has several boxes"
-        for part, numel in enumerate(self._numels):
+        for part in range(len(self._numels)):
             yield from self._inbox.take()
-            pulled = self.world.network.pull(self._other, self._box, crossing._replace(part=part))
-            copies.append(self.world.clock.process(self._copy_in(pulled, step, part, numel * self._itemsize_in)))
-        yield from copies
+            named = crossing._replace(part=part)
+            pulled = self.world.network.pull(self._other, self._box, named)
+            pulled.then(functools.partial(self._offer_to_others, named))
 
-    def _copy_in(self, pulled: Future, step: Step, part: int, nbytes: int) -> Process:
-        yield pulled
-        yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, step, _EMBEDDING, part)
-        self._inbox.give_back()
+    def _offer_to_others(self, crossing: Crossing) -> None:
+        """Copies a chunk to the device, and offers it to all GPU workers that use it, too."""
+        self._num_copying[crossing] = 1 + len(self._others)
+        job, name = self.world.context.spec.job, self.gpu.name
+        for other in self._others:
+            offer = OfferSpan(
+                job=job, step=crossing.step, reply_to=name, box=self._box, crossing=crossing, span=Span(0, 0)
+            )
+            self.world.send(other, offer)
+        self.world.clock.process(self._copy_in(crossing, None))
+
+    def _copy_in(self, crossing: Crossing, offer: OfferSpan | None) -> Process:
+        """Copies a chunk to the device. `offer`: that of another GPU worker, if this one has not pulled it."""
+        nbytes, step = self._numels[crossing.part] * self._itemsize_in, crossing.step
+        yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, step, _EMBEDDING, crossing.part)
+        self._num_copied += 1
+        if self._num_copied == len(self._numels):
+            self._num_copied = 0
+            assert crossing.phase is not None, "exports are not for GPU workers"
+            self._arrival_of(params_version(crossing.phase, step)).set_done()
+        if offer is None:
+            self._was_copied(crossing)
+        else:
+            self.world.send(offer.reply_to, OfferTaken(job=offer.job, step=step, crossing=crossing))
+
+    def _was_copied(self, crossing: Crossing) -> None:
+        """Frees the slot of a chunk when all GPU workers have copied it."""
+        self._num_copying[crossing] -= 1
+        if not self._num_copying[crossing]:
+            del self._num_copying[crossing]
+            self._inbox.give_back()
+
+    def _arrival_of(self, version: int) -> Future:
+        """Returns the arrival of all chunks of a version."""
+        if version not in self._arrived:
+            self._arrived[version] = self.world.clock.future()
+        return self._arrived[version]
 
 
 def _crossings(operation: ComputeBlock, phase: Phase, block: int, num_microbatches: int) -> list[Crossing]:

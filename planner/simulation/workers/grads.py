@@ -43,9 +43,8 @@ class Grads:
         self._waiting: dict[tuple[Step, BlockIndex], ComputeBlock] = {}
         clock, layout, plan = world.clock, world.context.layout, world.context.plan
         self._tied = {block for shared in layout.shared for block in shared[1:]}
-        # Of blocks of other boxes, sums stay on the device until they leave, once a step.
         self._borrowed = layout.borrowed
-        self._resident = frozenset(map(BlockIndex, (*plan.device_blocks, *self._borrowed)))
+        self._resident = world.context.blocks_with_sums_on_device
         self.pieces = GradPieces(gpu)
         self._committed = -1
         # Of these blocks' gradients, those that are in the memory for gradients in pieces.
@@ -218,7 +217,10 @@ class Grads:
     def hand_over(self, operation: ComputeBlock) -> None:
         """Frees the sums of an operation for blocks of other boxes. `SharedParams` has copied them out."""
         for _, block in self._sums.complete_for_others(operation.block, self._borrowed):
-            self._stays(block, -1)
+            if block in self._resident:
+                self._stays(block, -1)
+            else:
+                self._flat(block).give_back()
 
     def updated(self, block: BlockIndex) -> None:
         """Frees the gradient of a block whose states are resident on the device."""
@@ -258,7 +260,7 @@ class Grads:
 
     def _leaves_partial(self, block: BlockIndex, number: int) -> None:
         """Adds `number` partial sums of a block to the level in host memory."""
-        num_chunks = number * len(self.world.chunk_keys[block])
+        num_chunks = number * len(self.world.keys_of_sums[block])
         self.world.level(MemoryTier.HOST, _PARTIALS, num_chunks * self.world.context.plan.partial_grads.slot_nbytes)
 
     def _flat(self, block: BlockIndex) -> Slots:
@@ -360,14 +362,14 @@ class Grads:
         _, block = partial.use
         if self._sums.needs_permit(partial.use):
             self._permits.give_back()
-        num_flats, num_chunks = self._num_flats(partial.use), len(self.world.chunk_keys[block])
+        num_flats, num_chunks = self._num_flats(partial.use), len(self.world.keys_of_sums[block])
         if self._passing is not None:
             for slots in self._passing[:num_flats]:
                 yield from slots.take(num_chunks)
         self._num_leaving -= 1
         self._changed.notify()
         self._leaves_partial(block, num_flats)
-        for key in num_flats * self.world.chunk_keys[block]:
+        for key in num_flats * self.world.keys_of_sums[block]:
             nbytes, step = self._partial_nbytes(key), partial.operation.step
             yield from self.gpu.copy_out(nbytes, SpanKind.COPY_PARTIAL_OUT, step, key.block, key.chunk)
         for _ in range(num_flats):
@@ -378,7 +380,7 @@ class Grads:
     def _pass_on(self, partial: _Partial, *, has_lane: bool) -> None:
         """Tells the rank of the next group that a sum is in host memory."""
         operation, (user, block) = partial.operation, partial.use
-        num_chunks = len(self.world.chunk_keys[block])
+        num_chunks = len(self.world.keys_of_sums[block])
         parts = SumParts(dtype="", touched=(), slots=(Span(0, 0),) * num_chunks)  # simulated sums have no numbers
         lane = parts if has_lane else None
         message = SumPassed(job=operation.job, step=operation.step, user=user, block=block, total=parts, lane=lane)
@@ -405,7 +407,7 @@ class Grads:
     def _bring(self, operation: ComputeBlock, use: Use, left: SumPassed) -> Process:
         """Copies sums of the group before to their buffers."""
         num_flats = self._num_flats(use)
-        for key in num_flats * self.world.chunk_keys[use[1]]:
+        for key in num_flats * self.world.keys_of_sums[use[1]]:
             nbytes, step = self._partial_nbytes(key), operation.step
             yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARTIAL_IN, step, key.block, key.chunk)
         self._leaves_partial(use[1], -num_flats)

@@ -12,6 +12,8 @@ from windlass.actors.messages import (
     FlushBlock,
     GradOffloaded,
     Message,
+    OfferSpan,
+    OfferTaken,
     ParamChunk,
     ParamsCopied,
     ParamUse,
@@ -68,6 +70,8 @@ class Worker:
                 self._grads.take_sum(message)
             case SumTaken():
                 self._grads.release_slots(message)
+            case OfferSpan() | OfferTaken():
+                self._shared.take(message)
             case UpdateStep():
                 self._carry_out(self._update_queue.add(message))
             case FlushBlock():

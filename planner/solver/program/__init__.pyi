@@ -1,6 +1,7 @@
 """Integer programs with few kinds of blocks: their form, bounds of their values, and their solutions."""
 
 from windlass.planner.solver.program.decomposition import solve_in_parts as solve_in_parts
+from windlass.planner.solver.program.integer_program import SPARE_WEIGHT as SPARE_WEIGHT
 from windlass.planner.solver.program.integer_program import Assignment as Assignment
 from windlass.planner.solver.program.integer_program import BlockGroup as BlockGroup
 from windlass.planner.solver.program.integer_program import Bound as Bound

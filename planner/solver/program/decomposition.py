@@ -34,12 +34,18 @@ from windlass.planner.solver.program.rounding import rounded
 _FEW_OPTIONS = 6
 # Limits of the work for one program, above which HiGHS searches its tree: a list's length, and linear programs.
 _MOST_LISTED, _MOST_SOLVED = 10_000, 24
+# The same of a list, if no assignment is known that fits. Then most linear programs may lack bytes.
+_MOST_LISTED_BLINDLY = 2_000
+# Number of bounds of counts that are computed at once.
+_RAISED_AT_ONCE = 32_000
 # Number of prices by which counts are excluded before they are listed.
 _LISTED_BY = 4
 # If no assignment is known, all are listed whose bound is larger than the smallest one by this share, then by more.
 _FIRST_SLACK, _SLACK_FACTOR, _MOST_SLACK = 1.5e-3, 4.0, 0.5
-# Prices and assignments that are kept for programs with the same options.
-_MOST_PRICES, _MOST_ASSIGNMENTS = 48, 16
+# Prices, assignments and proofs that are kept for programs with the same options.
+_MOST_PRICES, _MOST_ASSIGNMENTS, _MOST_PROOFS = 48, 16, 16
+# Share by which the limits of ample tiers are larger in a proof than in its program.
+_MORE_AMPLE = 1 / 16
 # Share of the bound by which an assignment may cost more, if no limit is known.
 _USUAL_COST = 0.02
 # Share of the best cost. If a bound of counts whose rounding was no better is smaller by more, the tree is searched.
@@ -69,12 +75,41 @@ def solve_in_parts(program: Program, *, gap: float = OPTIMUM_GAP, below: float =
         return parts.solved_by_tree(gap, below)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Proof:
+    """A program of which no assignment costs less than `limit`, by all that programs with the same options differ in.
+
+    Within its gap: a search with a smaller one may find some that do. Seconds are of each bound, and the counted work.
+    """
+
+    limit: float
+    gap: float
+    seconds: "np.ndarray"  # (options, seconds)
+    always_s: "np.ndarray"
+    moved_s: "np.ndarray"  # of a byte; infinite without an overflow
+    buffers: "np.ndarray"  # the most bytes in each
+    free: "np.ndarray"  # bytes of each tier
+
+    def holds_for(self, other: "_Proof") -> bool:
+        """Returns whether no assignment of another program costs less than the other's limit either."""
+        return (
+            other.limit <= self.limit
+            and self.gap <= other.gap
+            and bool((other.free <= self.free).all())
+            and bool((other.buffers >= self.buffers).all())
+            and bool((other.always_s >= self.always_s).all())
+            and bool((other.moved_s >= self.moved_s).all())
+            and bool((other.seconds >= self.seconds).all())
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Prices and assignments of programs with the same options."""
+    """Prices, assignments and proofs of programs with the same options."""
 
     prices: "list[np.ndarray]" = field(default_factory=list)  # of a second of each bound, then of a byte of each tier
     assignments: "list[np.ndarray]" = field(default_factory=list)
+    proofs: list[_Proof] = field(default_factory=list)
 
 
 @kept(128)
@@ -128,6 +163,7 @@ class _Decomposition:
         # Of the linear program of all groups: its value, and what a block costs more with each option.
         self._value, self._more_cost = -math.inf, np.zeros(len(table.groups))
         self._is_useful = np.ones(len(table.groups), dtype=bool)
+        self._is_ample = np.zeros(table.num_tiers, dtype=bool)  # the tiers of which more bytes would save nothing
         self._num_solved = 0
         self._least_dropped = math.inf  # bound of counts that were dropped without a proof that they are no better
 
@@ -135,8 +171,12 @@ class _Decomposition:
         """See `solve_in_parts`. Raises _TooManyError."""
         if self._known.prices and self._bounds().values.max() >= below:
             return None
-        for counts in self._known.assignments:
-            self._try(counts)
+        if below < math.inf and self._is_proven(self._proof(gap, below)):
+            return None
+        if self._known.assignments:
+            costs = self._arrays.costs(self._arrays.sums(np.array(self._known.assignments)))
+            if costs.min() < math.inf:
+                self._best, self._best_cost = self._known.assignments[int(costs.argmin())], float(costs.min())
         try:
             if not self._relax_all(below):
                 return None
@@ -159,20 +199,66 @@ class _Decomposition:
 
         Raises SolverError.
         """
-        limit, program = self._limit(gap, below), self._arrays.program
+        limit = self._limit(gap, below)
+        if not self._is_proven(self._proof(gap, limit)):
+            program = self._arrays.program
+            # With more bytes of the tiers that are ample, so that a proof holds for programs with smaller buffers, too.
+            limits = np.where(self._is_ample, (1 + _MORE_AMPLE) * self._arrays.limits, self._arrays.limits)
+            ample = replace(program, limits=tuple(limits.tolist()))
+            found = self._by_tree(ample, gap, limit)
+            if found is None:
+                self._prove(self._proof(gap, limit, limits))
+            elif self._is_ample.any():
+                # With the program's own limits it may not fit, or only if more bytes are moved.
+                own_cost, ample_cost = (
+                    float(arrays.costs(arrays.sums(found)[None])[0]) for arrays in (self._arrays, ProgramArrays(ample))
+                )
+                if own_cost >= limit or own_cost > (1 + gap) * ample_cost:
+                    found = self._by_tree(program, gap, limit)
+            if found is not None:
+                self._best = found
+                self._best_cost = outcome_of(program, self._assignment()).cost
+        return self._assignment() if self._best_cost < below else None
+
+    def _by_tree(self, program: Program, gap: float, limit: float) -> "np.ndarray | None":
+        """Returns the counts of the best assignment that costs less than a limit. Raises SolverError."""
         is_useful = self._more_cost < limit - self._value
         by_group = np.split(is_useful, self._table.starts[1:])
         blocks = tuple(
             replace(group, options=tuple(itertools.compress(group.options, is_kept)))
             for group, is_kept in zip(program.blocks, by_group, strict=True)
         )
-        is_open = all(group.options for group in blocks)
-        found = solve(replace(program, blocks=blocks), gap=gap, below=limit) if is_open else None
-        if found is not None:
-            self._best = np.zeros(len(is_useful))
-            self._best[is_useful] = np.concatenate(found.counts)
-            self._best_cost = outcome_of(program, self._assignment()).cost
-        return self._assignment() if self._best_cost < below else None
+        if not all(group.options for group in blocks):
+            return None
+        found = solve(replace(program, blocks=blocks), gap=gap, below=limit)
+        if found is None:
+            return None
+        counts = np.zeros(len(is_useful))
+        counts[is_useful] = np.concatenate(found.counts)
+        return counts
+
+    def _proof(self, gap: float, limit: float, limits: "np.ndarray | None" = None) -> _Proof:
+        """Returns what there would be to prove: no assignment costs less. `limits`: other ones of bytes."""
+        table, arrays = self._table, self._arrays
+        limits = arrays.limits if limits is None else limits
+        has_overflow = arrays.program.overflow is not None
+        moved_s = np.append(arrays.moved_s, arrays.moved_work) if has_overflow else np.array([math.inf])
+        return _Proof(
+            limit=limit,
+            gap=gap,
+            seconds=table.amounts[:, : table.work + 1],
+            always_s=arrays.always[: table.work + 1],
+            moved_s=moved_s,
+            buffers=np.array([buffer.most_nbytes for buffer in arrays.program.buffers]),
+            free=limits - arrays.always[table.nbytes],
+        )
+
+    def _is_proven(self, proof: _Proof) -> bool:
+        return any(known.holds_for(proof) for known in self._known.proofs)
+
+    def _prove(self, proof: _Proof) -> None:
+        self._known.proofs.append(proof)
+        del self._known.proofs[:-_MOST_PROOFS]
 
     def _limit(self, gap: float, below: float) -> float:
         return min(below, (1 - gap) * self._best_cost)
@@ -263,6 +349,7 @@ class _Decomposition:
         costs = self._priced(prices[None])[0][0]
         options = options_of(arrays.program.blocks, len(arrays.program.buffers))
         costs = costs + (with_buffers(arrays.program.buffers, options) - options.nbytes) @ prices[table.num_bounds :]
+        self._is_ample = prices[table.num_bounds :] <= 0
         self._more_cost, self._value = costs - np.minimum.reduceat(costs, table.starts)[table.groups], value
         self._is_useful = self._more_cost <= min(below, self._best_cost, (1 + _USUAL_COST) * value) - value
         self._try(rounded(arrays, fractions, range(len(table.counts)), self._is_useful))
@@ -299,11 +386,13 @@ class _Decomposition:
         listed = self._listed_below(bounds.of_prices(order[:_LISTED_BY]), limit)
         buffered = self._buffered(listed)
         least: np.ndarray = np.full(buffered.shape[:2], -np.inf)
-        for index in order:
-            least = self._raised(least, listed, buffered, bounds, index)
+        # Few prices at once for long lists, because the first ones exclude most of the counts.
+        start = 0
+        while len(listed) and start < len(order):
+            number = max(1, _RAISED_AT_ONCE // least.size)
+            least = self._raised(least, listed, buffered, bounds.of_prices(order[start : start + number]))
             listed, buffered, least = _below(limit, listed, buffered, least)
-            if not len(listed):
-                return
+            start += number
         while len(listed):
             at, way = divmod(int(least.argmin()), least.shape[1])
             self._num_solved += 1
@@ -312,7 +401,7 @@ class _Decomposition:
             counts = np.zeros(len(self._table.groups))
             counts[self._listed_options] = listed[at]
             value, fractions, fits, prices = self._relaxed(way, counts, buffered[at, way])
-            least = self._raised(least, listed, buffered, self._bounds(prices[None]), 0)
+            least = self._raised(least, listed, buffered, self._bounds(prices[None]))
             if fits and value < limit:
                 self._try(rounded(self._arrays, fractions, self._others, self._is_useful))
                 limit = min(limit, (1 - gap) * self._best_cost)
@@ -322,13 +411,14 @@ class _Decomposition:
             listed, buffered, least = _below(limit, listed, buffered, least)
 
     @staticmethod
-    def _raised(
-        least: "np.ndarray", listed: "np.ndarray", buffered: "np.ndarray", bounds: _Bounds, index: int
-    ) -> "np.ndarray":
-        """Returns the bounds of listed counts, raised to those by one of the prices."""
-        prices = bounds.prices[index, -buffered.shape[2] :]
-        by_price = (listed @ bounds.of_listed[index])[:, None] + buffered @ prices + bounds.constants[index]
-        raised: np.ndarray = np.maximum(least, by_price)
+    def _raised(least: "np.ndarray", listed: "np.ndarray", buffered: "np.ndarray", bounds: _Bounds) -> "np.ndarray":
+        """Returns the bounds of listed counts, raised to those by some prices."""
+        num_ways, num_tiers = buffered.shape[1:]
+        of_listed = listed @ bounds.of_listed.T
+        raised = least
+        for way in range(num_ways):
+            by_price = of_listed + buffered[:, way] @ bounds.prices[:, -num_tiers:].T + bounds.constants[:, way]
+            raised[:, way] = np.maximum(least[:, way], by_price.max(axis=1))
         return raised
 
     def _listed_below(self, bounds: _Bounds, limit: float) -> "np.ndarray":
@@ -339,6 +429,7 @@ class _Decomposition:
         if limit <= 0:  # a step without work, of which no share can be left
             raise _TooManyError
         table, arrays = self._table, self._arrays
+        most_listed = _MOST_LISTED if self._best_cost < math.inf else _MOST_LISTED_BLINDLY
         groups = table.groups[self._listed_options]
         starts = np.searchsorted(groups, self._listed)
         least = np.minimum.reduceat(bounds.of_listed, starts, axis=1)
@@ -357,7 +448,7 @@ class _Decomposition:
                 takes = shares[:, option] > 0
                 most = np.floor((left[takes] / shares[takes, option, None]).min(axis=0, initial=np.inf) + PRECISION)
                 number = np.minimum(most, num_blocks).astype(np.int64) + 1
-                if (total := int(number.sum())) > _MOST_LISTED:
+                if (total := int(number.sum())) > most_listed:
                     raise _TooManyError
                 rows = np.repeat(np.arange(len(number)), number)
                 values = np.arange(total) - (np.cumsum(number) - number)[rows]

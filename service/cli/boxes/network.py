@@ -40,6 +40,8 @@ def check_network(settings: Settings, *, forced: bool, as_json: bool) -> bool:
         for box in boxes
         if box["name"] not in left_out
     ]
+    if len(boxes) < 2:
+        raise CommandError("no box has joined this head; `windlass node code` prints the commands for one")
     if len(ends) < 2:
         told = "".join(f"; {name} is left out: {why}" for name, why in left_out.items())
         raise CommandError(f"there are no two boxes whose network could be measured{told}")

@@ -13,7 +13,7 @@ import typer
 from windlass.amounts import bytes_text
 from windlass.service.cli import CommandError, Home, print_columns
 from windlass.service.installation import load_settings, open_client, place_of_home
-from windlass.service.validation import ReportedError, count_text
+from windlass.service.validation import ReportedError, count_text, told_jobs
 
 _HEARD_TIMEOUT_S = 60.0
 _GIB = 1024**3
@@ -71,8 +71,9 @@ def remove(
         held = sum(jobs[kind]["total"] for kind in ("running", "waiting", "paused"))
         if held:
             print(
-                f"box {name} has {held} unfinished jobs. Those that have not begun go back to the queue. Those that "
-                "have begun stop, because their states are on it; `windlass restart` starts them elsewhere."
+                f"box {name} has {count_text(held, 'unfinished job')}. Those that have not begun go back to the "
+                "queue. Those that have begun stop, because their states are on it; `windlass restart` starts them "
+                "elsewhere."
             )
         if not yes:
             typer.confirm(f"Remove box {name}?", abort=True)
@@ -108,7 +109,7 @@ def join(
     print(f"{url} is the head that made the code", flush=True)
     match_versions(facts, _tell)
     os.environ["WINDLASS_HOME"] = str(place)
-    with settings_of_box(place, ssd) as settings:
+    with settings_of_box(place, ssd, _tell) as settings:
         print(f"the home is {place}, with {count_text(len(settings.ssd_dirs), 'SSD')}", flush=True)
         migrate_database(settings)
         membership = ask_to_join(settings, facts, parsed, box_name)
@@ -138,7 +139,7 @@ def leave(
         leave_head,
         membership_of,
     )
-    from windlass.service.processes import running_jobs, shut_down
+    from windlass.service.processes import jobs_with_parts, running_jobs, shut_down
     from windlass.storage.sql import Database, migrate
 
     settings = load_settings(home)
@@ -146,8 +147,15 @@ def leave(
     if membership is None:
         raise CommandError(f"{settings.home} is no box of a head; there is nothing to leave")
     if not yes:
-        if running := running_jobs(settings):
-            print(f"{len(running)} jobs run here; the head shows them as stopped, and their states stay on this box.")
+        parts = jobs_with_parts(settings)
+        if running := [job for job in running_jobs(settings) if job not in parts]:
+            print(f"running here: {told_jobs(running)}. The head shows that as stopped; the states stay on this box.")
+        if parts:
+            print(
+                f"over several boxes, with states here: {told_jobs(parts)}. These states will be removed, and "
+                "`windlass restart` then begins again from the newest exported model. To lose nothing, pause on the "
+                "head and resume with `windlass resume JOB --boxes` and other boxes, before this box leaves."
+            )
         typer.confirm(f"Leave {membership.head}?", abort=True)
     try:
         leave_head(settings.home)

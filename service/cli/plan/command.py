@@ -22,7 +22,7 @@ from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli import CommandError
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.plan.inputs import MEASURED, config_of, hardware_of, is_id, measured_network_gb_per_s
-from windlass.service.cli.plan.over_boxes import MOST_BOXES, Boxes, boxes_of, print_plans_over_boxes
+from windlass.service.cli.plan.over_boxes import Boxes, asked_boxes, boxes_of, print_plans_over_boxes
 from windlass.service.cli.plan.printing import (
     print_comparison,
     print_job_settings,
@@ -63,11 +63,10 @@ def plan(
         ),
     ] = None,
     boxes: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
-            min=1,
-            max=MOST_BOXES,
-            help="Plan one job over up to so many of these boxes. With several kinds, as often as --hardware.",
+            help="Plan one job over up to so many of these boxes. With several kinds, as often as --hardware. Or the "
+            "names of boxes that have joined this head, such as head,attic."
         ),
     ] = None,
     network: Annotated[
@@ -132,10 +131,10 @@ def plan(
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
     settings = load_settings(home)
-    names = hardware or [MEASURED]
+    names, numbers = asked_boxes(hardware, boxes)
     kinds = boxes_of(
         [(name, hardware_of(settings, name)) for name in names],
-        boxes,
+        numbers,
         network_gbit_per_s=network,
         measured_gb_per_s=lambda: measured_network_gb_per_s(settings),
         others={"--find": find, "--trace": trace, "--compare": compare, "--what-if": what_if},

@@ -11,6 +11,7 @@ from windlass.planner.hardware import Hardware
 from windlass.service.cli import CommandError, print_columns
 from windlass.service.cli.plan.inputs import MEASURED
 from windlass.service.validation import MAX_BOXES
+from windlass.storage.ids import HEAD_NAME
 
 if TYPE_CHECKING:
     from windlass.planner.stages import StagesReport
@@ -37,6 +38,29 @@ class Boxes:
         """Returns these boxes with a network of this rate, which was measured."""
         hardware = self.hardware.model_copy(update={"network_gb_per_s": gb_per_s})
         return replace(self, hardware=hardware, has_measured_network=True)
+
+
+def asked_boxes(
+    hardware: Sequence[str] | None, boxes: Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[int] | None]:
+    """Returns the name of each kind of boxes, and the number of each, None without --boxes.
+
+    Raises:
+        CommandError: --boxes is neither numbers nor the names of boxes.
+    """
+    if boxes is None:
+        return hardware or [MEASURED], None
+    if all(text.isdecimal() and 1 <= int(text) <= MOST_BOXES for text in boxes):
+        return hardware or [MEASURED], [int(text) for text in boxes]
+    names = [name.strip() for text in boxes for name in text.split(",")]
+    if any(not name or name[0] in "+-" or name.isdecimal() for name in names) or len(set(names)) < len(names):
+        raise CommandError(
+            f"--boxes: {', '.join(boxes)} is neither a number from 1 to {MOST_BOXES} nor names of boxes, each once, "
+            "such as head,attic"
+        )
+    if hardware:
+        raise CommandError("--boxes: names say which machines they are; leave out --hardware, or give numbers")
+    return [MEASURED if name == HEAD_NAME else name for name in names], [1] * len(names)
 
 
 def boxes_of(

@@ -27,13 +27,23 @@ from windlass.service.cluster.box.connection import (
     membership_of,
     told_errors,
 )
-from windlass.service.installation import BOX_FILE, Settings, find_serving, load_settings, node_of, prepare_home
+from windlass.service.installation import (
+    BOX_FILE,
+    SETTINGS_FILE,
+    Settings,
+    find_serving,
+    load_settings,
+    node_of,
+    prepare_home,
+    told_new_ssd_dirs,
+    write_setting,
+)
 from windlass.service.machine.fleet import facts_of_this_box, forget_link, stop_holding, taken_dir
 from windlass.service.validation import ReportedError
 from windlass.storage.files import write_durably
 
 _DEFAULT_PORT = 8643
-_SETTINGS_FILE, _SSD_DIRS = "windlass.toml", "ssd_dirs"
+_SSD_DIRS = "ssd_dirs"
 _SSD_DIRS_VARIABLE = "WINDLASS_SSD_DIRS"
 _PLACEHOLDER = Path("/path/on/an/ssd")  # in the commands that a head prints
 # In the folder of taken jobs, once the home has left: the fingerprint of the authority of the head that gave them.
@@ -166,23 +176,22 @@ def _install(head: HeadFacts) -> None:
 
 
 @contextmanager
-def settings_of_box(home: Path, ssd_dirs: Sequence[Path]) -> Iterator[Settings]:
+def settings_of_box(home: Path, ssd_dirs: Sequence[Path], tell: Callable[[str], None]) -> Iterator[Settings]:
     """Yields the settings of a box's home with its SSD directories, which are made and kept in the home's file.
 
-    If the context ends with an error, the file is as before. Raises JoinError and SettingsError.
+    If the context ends with an error, the file is as before. `tell` gets a line for each directory that is made.
+    Raises JoinError and SettingsError.
     """
     paths = tuple(path.expanduser().absolute() for path in ssd_dirs)
     if _PLACEHOLDER in paths:
         raise JoinError(f"{_PLACEHOLDER} stands for a folder on an SSD of this machine: put its path there")
     prepare_home(home)
-    file = home / _SETTINGS_FILE
+    file = home / SETTINGS_FILE
     load_settings(home)  # tells what is wrong in the file
     before = file.read_text() if file.exists() else None
-    # First, because what follows a table's heading would belong to the table.
     if _SSD_DIRS not in tomllib.loads(before or "") and not os.environ.get(_SSD_DIRS_VARIABLE):
         listed = ", ".join(f'"{_escaped(path)}"' for path in paths)
-        line = f"# Written by `windlass node join`.\n{_SSD_DIRS} = [{listed}]\n"
-        write_durably(file, line + (before or ""))
+        write_setting(home, _SSD_DIRS, f"[{listed}]", command="windlass node join")
     try:
         settings = load_settings(home)
         if settings.ssd_dirs != paths:
@@ -190,6 +199,8 @@ def settings_of_box(home: Path, ssd_dirs: Sequence[Path]) -> Iterator[Settings]:
             raise JoinError(
                 f"{file} or the environment has ssd_dirs {told}; change them there, or give the same with --ssd"
             )
+        for line in told_new_ssd_dirs(settings.ssd_dirs, settings.home):
+            tell(line)
         settings.make_dirs()
         yield settings
     except BaseException:

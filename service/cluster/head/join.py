@@ -1,11 +1,12 @@
 """The routes by which a box joins. They need no certificate, because the box has none yet."""
 
+import re
 import time
 from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from windlass.service.cluster import Versions
@@ -27,6 +28,16 @@ _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62})"
 _NODE = r"node-[0-9a-f]{24}"
 
 
+def _check_name(name: str) -> str:
+    """Returns the name of a box. Raises ValueError if it is none."""
+    if not re.fullmatch(_NAME, name) or name.isdecimal():
+        raise ValueError(
+            "must begin with a letter or a digit, and have at most 63 letters, digits, dots, dashes and underscores; a "
+            "number is no name, because --boxes takes both"
+        )
+    return name
+
+
 class JoinRequest(BaseModel):
     """A box's request to join."""
 
@@ -34,7 +45,7 @@ class JoinRequest(BaseModel):
 
     secret: Annotated[str, Field(min_length=64, max_length=64, pattern="^[0-9a-f]+$")]  # of the code, in hex
     request: Annotated[str, Field(max_length=8192)]  # for a certificate, as PEM
-    name: Annotated[str, Field(pattern=f"^{_NAME}$")]
+    name: Annotated[str, AfterValidator(_check_name)]
     node: Annotated[str, Field(pattern=f"^{_NODE}$")]
     facts: BoxFacts
 

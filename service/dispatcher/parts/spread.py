@@ -66,7 +66,10 @@ UNKNOWN_PARTS = (
     "its boxes are not known, because the service was restored from a backup that is older than its division, and not "
     "all of them have told of their parts yet; `windlass restart` begins it again from its newest exported model"
 )
-_NO_ADDRESS = "the head's address for jobs over several boxes is not known; set cluster_host"
+_NO_ADDRESS = (
+    "the service is not open to its other boxes; end it with `windlass down`, and start it with `windlass up "
+    "--cluster-host IP`, where IP is the head's address that they reach"
+)
 _ADOPTED = (
     "Goes on with the division that its boxes have: the service was restored from a backup that is older than that"
 )

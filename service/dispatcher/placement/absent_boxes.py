@@ -14,16 +14,21 @@ from windlass.storage.sql.repositories import (
 )
 
 
+def away_in_words(box: Box) -> str:
+    """Returns since when a box is away."""
+    return f"is away since {time.strftime('%Y-%m-%d %H:%M', time.localtime(box.seen_at))}"
+
+
 def absence_reason(box: Box, job: Job) -> str:
     """Returns the reason why a job of a box that is away waits."""
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(box.seen_at))
+    away = away_in_words(box)
     if job.attempt:
         return (
-            f"box {box.name}, which holds its states, is away since {since}; it may train there meanwhile, and goes on "
+            f"box {box.name}, which holds its states, {away}; it may train there meanwhile, and goes on "
             "when the box is back"
         )
     return (
-        f"box {box.name}, which has taken it, is away since {since}; it begins there when the box is back, or "
+        f"box {box.name}, which has taken it, {away}; it begins there when the box is back, or "
         "elsewhere after `windlass restart`"
     )
 

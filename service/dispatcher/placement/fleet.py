@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from windlass.planner.hardware import Hardware
+from windlass.service.dispatcher.placement.absent_boxes import away_in_words
 from windlass.service.dispatcher.placement.capacity import Demand, MachineCapacity, SsdSpace, demand_by
 from windlass.service.jobs import BoxKind, MachineResources, PlanNumbers
 from windlass.service.machine.fleet import BoxFacts, CapacityReport, resources_of_box
@@ -132,7 +133,7 @@ def _box(row: Box, facts: BoxFacts, kind: BoxKind, holders: Sequence[Job], sprea
     if row.state != BoxState.READY.value:
         why_closed = f"is {row.state}"
     elif is_away(row):
-        why_closed = "is away"
+        why_closed = away_in_words(row)
     elif row.capacity is None:
         why_closed = "has not yet said what is free on it"
     if row.capacity is not None:

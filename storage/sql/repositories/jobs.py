@@ -291,11 +291,13 @@ class JobRepository:
             raise IllegalTransition(job_id, job.status, JobStatus.RUNNING)
         if job.status is JobStatus.PAUSING:
             if job.cancel_requested or changes:
-                raise StatusConflict(job_id, JobStatus.PAUSED, f"pausing{' and asked to end' * job.cancel_requested}")
+                why = " and asked to end" if job.cancel_requested else "; resume it again once it has paused"
+                raise StatusConflict(job_id, JobStatus.PAUSED, f"pausing{why}")
             return self.transition(job_id, job.status, JobStatus.RUNNING, message="Resumed before it had paused")
         target = JobStatus.VALIDATING_FILES if job.hyperparameters is None else JobStatus.QUEUED
         if job.status is not JobStatus.PAUSED:
-            raise StatusConflict(job_id, JobStatus.PAUSED, job.status)
+            first = "; pause it first" if changes and job.status is JobStatus.RUNNING else ""
+            raise StatusConflict(job_id, JobStatus.PAUSED, f"{job.status}{first}")
         if not changes:
             return self.transition(job_id, job.status, target, message="Resumed", num_lost=0)
         message = f"Resumed {' '.join(with_what)}"

@@ -241,7 +241,7 @@ class Facts(Expected):
             before = Phase.EVALUATE if phase in (Phase.EVALUATE, Phase.EVALUATE_HEAD) else Phase.FORWARD
             found.append((step, before, block - 1, group))
         if len(self.shape.stages) > 1 and len(self.shape.shared[head]) > 1:
-            if block == head and group == 0:  # the first one that needs these params, or the next one with them
+            if block == head:  # the first one that needs these params, or the next one with them
                 found.append((step, Phase.FORWARD if phase is Phase.HEAD else Phase.EVALUATE, 0, 0))
             if phase is Phase.BACKWARD and block == 0 and group == self.shape.num_groups - 1:
                 found.append((step, Phase.HEAD, head, group))

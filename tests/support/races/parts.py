@@ -310,7 +310,7 @@ def _neighbours(
             device = opened.enter_context(_opened(DEVICES[box]))
             arena = TensorArena(arenas[box])
             edges = StageEdges(context, device, arena, send, rank=0)
-            boxes.append((device, edges, SharedParams(context, device, arena, send, names=names)))
+            boxes.append((device, edges, SharedParams(context, device, arena, send, rank=0, names=names)))
         yield spec.job, boxes
 
 

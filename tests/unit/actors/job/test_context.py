@@ -12,6 +12,7 @@ from windlass.actors.job.context import (
     ActorKind,
     JobContext,
     SsdFacts,
+    actor_in_words,
     aligned,
     box_of,
     evaluation_batch_size,
@@ -38,6 +39,16 @@ LAYOUT = make_layout(3000, 5000, 5000, 100)
 
 def key(block: int, chunk: int) -> ChunkKey:
     return ChunkKey(BlockIndex(block), ChunkIndex(chunk))
+
+
+def test_names_of_actors_and_texts_of_boxes_for_users() -> None:
+    names = [actor_in_words(ActorName(name), ("head", "attic")) for name in ("gpu-0", "b1/link-0")]
+    assert names == ["head/gpu-0", "attic/link-0"]
+    assert actor_in_words(ActorName("optimizer-0"), ()) == "optimizer-0"
+    spec = replace(make_spec(), stages=BOXES[:2])
+    assert spec.told_by_box("compiling", 1) == "Box 1: compiling"
+    assert replace(spec, box_names=("head", "attic")).told_by_box("compiling", 1) == "Box attic: compiling"
+    assert make_spec().told_by_box("compiling", 0) == "compiling"
 
 
 def test_names_of_actors() -> None:
@@ -111,6 +122,20 @@ def test_first_and_last_box_have_slots_for_an_embedding_that_the_head_uses() -> 
         for box in range(3)
     ]
     assert [plan.partial_grads.num_slots for plan in plans] == num_chunks
+
+
+def test_several_gpu_workers_of_the_heads_box_have_slots_for_its_sum_of_the_embedding() -> None:
+    layout = replace(sharing(3, 0), chunk_numel=1024)
+    options: dict[str, Any] = {"training": {"num_microbatches": 4}, "placement": Placement(group_size=1)}
+    one, several = (context_of_box(2, layout, num_ranks=num_ranks, **options) for num_ranks in (1, 2))
+    head = [(BlockIndex(3), key) for key in layout.chunk_keys(BlockIndex(3))]
+    of_embedding = [(BlockIndex(3), key(0, chunk)) for chunk in range(3)]
+    assert list(one.partial_slots()) == head
+    assert one.blocks_with_sums_on_device == {0}
+    slots = several.partial_slots()
+    assert list(slots) == [*head, *of_embedding]
+    assert list(slots.values()) == several.plan.partial_grads.spans
+    assert not several.blocks_with_sums_on_device
 
 
 @pytest.mark.parametrize(("user", "block"), [(1, 0), (3, 2)])

@@ -317,17 +317,25 @@ def test_box_needs_memory_for_its_own_blocks_and_for_groups_in_flight(tmp_path: 
         pytest.param(
             {"precision": Precision.BF16, "placement": Placement(device_blocks=(0, 3))}, marks=pytest.mark.long
         ),
+        pytest.param(
+            {"precision": Precision.BF16, "ranks": (1, 2), "placement": Placement(group_size=2)}, marks=pytest.mark.long
+        ),
     ],
-    ids=["lanes", "states on the device"],
+    ids=["lanes", "states on the device", "two GPU workers with the head"],
 )
 def test_boxes_of_a_tied_model_allocate_the_computed_device_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     options = {"total_steps": 1, "evaluate_every": None, "num_validation_examples": 0, "num_microbatches": 4}
+    ranks = changes.pop("ranks", (1, 1))
     spec = make_spec(tmp_path / "job", tied=True, **options, **changes)
-    first, *others = boxes_of(spec, (Stage(0, 2), Stage(2, 5)))
+    first, *others = boxes_of(spec, (Stage(0, 2), Stage(2, 5)), ranks)
     partition = make_partition(spec)
-    needs = [device_need_of_job(make_context(each, partition.layout, ""), partition) for each in (first, *others)]
+    needs = [
+        device_need_of_job(make_context(each, partition.layout, ""), partition)
+        for each in (first, *others)
+        for _ in range(each.num_ranks)
+    ]
     found = Found(monkeypatch)
     outcome = run_local(first, other_boxes=others, partition=make_partition(spec), direct=has_direct_io(tmp_path))
     assert outcome["status"] == "succeeded", outcome

@@ -19,8 +19,8 @@ def test_error_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
 def test_last_line_of_the_last_error_of_an_attempt_is_found(tmp_path: Path) -> None:
     assert last_error(tmp_path, Attempt(1)) is None
     append_error(tmp_path, Attempt(1), "Traceback\n  line\nValueError: the first")
-    append_error(tmp_path, Attempt(1), "Traceback\nValueError: the second\n")
+    append_error(tmp_path, Attempt(1), "Traceback\nwindlass.actors.x.LostError: v1.2: the second\n")
     append_error(tmp_path, Attempt(2), "OSError: of another attempt")
-    assert last_error(tmp_path, Attempt(1)) == "ValueError: the second"
+    assert last_error(tmp_path, Attempt(1)) == "LostError: v1.2: the second", "the module says nothing to users"
     assert last_error(tmp_path, Attempt(2)) == "OSError: of another attempt"
     assert last_error(tmp_path, Attempt(3)) is None

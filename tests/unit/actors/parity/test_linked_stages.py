@@ -63,6 +63,8 @@ def ends(
     [
         pytest.param(False, Precision.BF16, "some params stay", 2, "2-3", 1, (2, 2), marks=pytest.mark.long),
         pytest.param(False, Precision.BF16, "SSDs", 2, "2-3", 1, (1, 3), marks=pytest.mark.long),
+        pytest.param(True, Precision.BF16, "SSDs", 2, "2-3", 1, (1, 3), marks=pytest.mark.long),
+        pytest.param(True, Precision.FP32, "some params stay", 1, "2-1-2", 2, (2, 1, 2), marks=pytest.mark.long),
         (True, Precision.FP16, "mixed", 1, "2-1-2", 2, ()),  # the first box and the last one share the embedding
         pytest.param(False, Precision.FP32, "SSDs", 1, "1-3-1", 1, (), marks=pytest.mark.long),
     ],

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.support import training
 from tests.support.cut_off import CutOff
-from tests.support.training import boxes_of, has_direct_io, leftovers_of, make_partition, metrics_of
+from tests.support.training import boxes_of, has_direct_io, journal_of, leftovers_of, make_partition, metrics_of
 from tests.unit.actors.parity.test_local_groups import Run, grouped
 from tests.unit.actors.parity.test_local_lanes import job
 from windlass.actors.gpu_worker.edges.shared_params import SharedParams
@@ -50,7 +50,7 @@ from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement, PlanError
-from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
+from windlass.storage.ids import ActorName, Attempt, BlockIndex, Precision, StatePrecision
 
 # Each way to divide the model's five blocks: the embedding, three layers and the head.
 STAGES = {
@@ -156,19 +156,62 @@ def test_the_number_of_boxes_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("division", "ranks"),
+    ("tied", "division", "ranks"),
     [
-        ("2-3", (2, 1)),
-        pytest.param("2-3", 2, marks=pytest.mark.long),
-        pytest.param("2-3", (1, 3), marks=pytest.mark.long),
-        pytest.param("2-1-2", (3, 1, 2), marks=pytest.mark.long),
+        (True, "2-3", (1, 2)),
+        pytest.param(False, "2-3", (2, 1), marks=pytest.mark.long),
+        pytest.param(False, "2-3", 2, marks=pytest.mark.long),
+        pytest.param(False, "2-3", (1, 3), marks=pytest.mark.long),
+        pytest.param(False, "2-1-2", (3, 1, 2), marks=pytest.mark.long),
     ],
 )
-def test_boxes_have_several_gpu_workers(tmp_path: Path, division: str, ranks: int | tuple[int, ...]) -> None:
+def test_boxes_have_several_gpu_workers(
+    tmp_path: Path, division: str, ranks: int | tuple[int, ...], *, tied: bool
+) -> None:
     """Four groups of one micro-batch, and an evaluation with more groups than ranks."""
     changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "num_microbatches": 4, "lanes": 2}
+    changes["tied"] = tied
     one = run(tmp_path / "one", **changes)
     run(tmp_path / "several", STAGES[division], 1, num_ranks=ranks, **changes).assert_equals(one)
+
+
+# Groups of one micro-batch are more than the GPU workers of a box, and groups of two are not.
+TIED = [
+    ("2-3", (2, 1), 1, Precision.BF16, 0.5, 2),
+    ("2-3", (2, 1), 2, Precision.FP32, None, 1),
+    ("2-3", (2, 2), 1, Precision.FP32, 0.5, 1),
+    ("2-3", (2, 2), 2, Precision.BF16, None, 1),
+    ("2-3", (2, 2), 2, Precision.FP16, 0.5, 2),
+    ("2-3", (1, 3), 1, Precision.BF16, None, 3),  # groups end inside of lanes
+    ("2-3", (1, 3), 1, Precision.BF16, 0.5, 1),
+    ("2-3", (1, 3), 2, Precision.FP32, 0.5, 1),  # the third GPU worker has a part in evaluations only
+    ("4-1", (1, 3), 1, Precision.FP32, None, 2),
+    ("1-4", (3, 2), 2, Precision.BF16, 0.5, 1),
+    ("2-1-2", (2, 3, 2), 1, Precision.BF16, 0.5, 2),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("division", "ranks", "group_size", "precision", "clip_norm", "lanes"),
+    [pytest.param(*case, id="-".join(map(str, case))) for case in TIED],
+)
+def test_boxes_with_several_gpu_workers_share_the_embedding(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    division: str,
+    ranks: tuple[int, ...],
+    group_size: int,
+    precision: Precision,
+    clip_norm: float | None,
+    lanes: int,
+) -> None:
+    """It has more chunks than there are slots to receive them."""
+    monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)
+    changes: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "num_microbatches": 4, "lanes": lanes}
+    changes |= {"tied": True, "placement": Placement(num_cached_params=0)}
+    one = run(tmp_path / "one", **changes)
+    run(tmp_path / "several", STAGES[division], group_size, num_ranks=ranks, **changes).assert_equals(one)
 
 
 @pytest.mark.long
@@ -199,6 +242,7 @@ def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: 
     [
         *((False, *case) for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("1-3-1", 2))),
         *((True, division, 1) for division in ("4-1", "1-4", "1-3-1")),
+        *((True, *case) for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("2-3", (1, 3)), ("1-3-1", 2))),
     ],
 )
 def test_boxes_have_gradients_in_pieces_of_several_lanes(
@@ -214,9 +258,9 @@ def test_boxes_have_gradients_in_pieces_of_several_lanes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("tied", "ranks"), [(True, ()), (False, ()), (True, (2, 2))])
 def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool, ranks: tuple[int, ...]
 ) -> None:
     broken, found = set[int](), []
     cross_entropy = F.cross_entropy
@@ -233,7 +277,7 @@ def test_an_overflow_in_one_group_skips_the_step_on_all_boxes(
         hyper, dataset = spec.training, PreparedDataset.open(spec.dataset_dir, "train")
         batch = dataset.batch(2, hyper.batch_size, hyper.num_microbatches, hyper.seed)
         broken.add(int(batch[2].targets.clamp(min=0).sum()))  # in the second group
-        train(spec, division)
+        train(spec, division, ranks if len(division) > 1 else ())
         norms = metrics_of(spec, "grad_norm")
         assert [step for step, norm in norms.items() if norm is None] == [3]
         found.append((metrics_of(spec, "loss_scale"), Run.of(spec)))
@@ -362,8 +406,10 @@ def test_an_export_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_messages_that_are_late_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "ranks"), [(True, ()), (False, ()), (True, (2, 1, 2)), (True, (1, 2, 3))])
+def test_messages_that_are_late_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool, ranks: tuple[int, ...]
+) -> None:
     monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)  # a shared embedding has more chunks than slots to receive them
     changes: dict[str, Any] = {"precision": Precision.BF16, "lanes": 2, "total_steps": 3, "tied": tied}
     one = run(tmp_path / "one", **changes)
@@ -374,7 +420,7 @@ def test_messages_that_are_late_change_no_bit(tmp_path: Path, monkeypatch: pytes
             time.sleep(choose.random() * 0.01)
 
     spec = grouped(job(tmp_path / "several", **changes), 1)
-    train(spec, STAGES["2-1-2"], on_message=delay)
+    train(spec, STAGES["2-1-2"], ranks, on_message=delay)
     Run.of(spec).assert_equals(one)
 
 
@@ -408,6 +454,16 @@ def test_boxes_compute_at_once(tmp_path: Path) -> None:
         for name in ("gpu-0", "b1/gpu-0")
     )
     assert length(intersect(here, there)) > 0
+
+
+def test_events_name_the_boxes_and_tell_once_that_training_begins(tmp_path: Path) -> None:
+    spec = grouped(job(tmp_path / "job", total_steps=1, evaluate_every=None, lanes=1), 1)
+    spec = dataclasses.replace(spec, box_names=("head", "attic"))
+    train(spec, STAGES["2-3"])
+    told = [record.message for record in journal_of(spec)]
+    assert len([message for message in told if message.endswith("training begins")]) == 1
+    updaters = {message.split()[0] for message in told if " updates with " in message}
+    assert updaters >= {"head/optimizer-0", "attic/optimizer-0"}, told
 
 
 @pytest.mark.parametrize("embeddings", ["apart", pytest.param("tied", marks=pytest.mark.long)])
@@ -509,6 +565,40 @@ def test_what_the_link_loses_is_named_and_the_next_attempt_goes_on(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("lost", "is_stuck"), [(OfferSpan, True), (OfferTaken, False)])
+def test_params_that_one_gpu_worker_offers_to_another_are_lost(
+    tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch, *, is_stuck: bool
+) -> None:
+    """Without the word that a chunk was copied, its slot stays in use, and the other one is enough."""
+    monkeypatch.setattr(training, "CHUNK_NUMEL", 2048)
+    changes: dict[str, Any] = {"evaluate_every": None, "total_steps": 3, "tied": True, "num_microbatches": 4}
+    whole, num_left, take = run(tmp_path / "whole", **changes), 1, SharedParams.take
+    spec = dataclasses.replace(grouped(job(tmp_path / "cut", lanes=1, **changes), 1), box_names=("head", "attic"))
+
+    def losing(self: SharedParams, message: Any) -> None:
+        nonlocal num_left
+        if isinstance(message, lost) and message.step == 2 and self.params(BlockIndex(0)) is not None:
+            num_left -= 1
+            if num_left == 0:
+                return
+        take(self, message)
+
+    monkeypatch.setattr(SharedParams, "take", losing)
+    ranks = (1, 2)
+    specs = boxes_of(spec, STAGES["2-3"], ranks)
+    outcome = run_attempt(*(dataclasses.replace(each, deadline_s=10.0 if is_stuck else 60.0) for each in specs))
+    assert num_left <= 0
+    if is_stuck:
+        assert (outcome["status"], outcome["error"]["code"]) == ("interrupted", "training_stalled")
+        assert (
+            "the embedding's params from box head in step 2; that box, the link to it or b1/gpu-0 is stuck"
+            in (outcome["error"]["message"])
+        )
+        train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"], ranks)
+    Run.of(spec).assert_equals(whole)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [OfferParams, OfferSpan, PullSpan, SpanPulled, OfferTaken])
 def test_params_that_are_lost_on_their_way_to_an_export_are_named_and_the_next_attempt_exports(
     tmp_path: Path, lost: type[Message], monkeypatch: pytest.MonkeyPatch
@@ -542,12 +632,6 @@ def test_params_that_are_lost_on_their_way_to_an_export_are_named_and_the_next_a
     assert half_exported(spec) == []
     train(dataclasses.replace(spec, attempt=Attempt(2)), STAGES["2-3"])
     Run.of(spec).assert_equals(whole)
-
-
-def test_tied_blocks_on_boxes_with_several_gpus_are_refused(tmp_path: Path) -> None:
-    spec = dataclasses.replace(job(tmp_path / "job", tied=True), num_ranks=2)
-    with pytest.raises(PlanError, match=r"embedding and head share tensors and are on different boxes, .* 2 GPUs"):
-        train(spec, STAGES["2-3"])
 
 
 def test_stages_that_leave_out_blocks_are_refused(tmp_path: Path) -> None:

@@ -93,9 +93,8 @@ def specs_of(spec: JobSpec, division: str, ranks: tuple[int, ...] = ()) -> list[
 @pytest.mark.parametrize(("division", "ranks"), [("2-3", ()), ("2-1-2", ()), ("2-3", (2, 1)), ("2-3", (1, 2))])
 def test_boxes_that_are_processes_have_the_bits_of_one(tmp_path: Path, division: str, ranks: tuple[int, ...]) -> None:
     """Also if one of them has two GPU workers, and the other one has one."""
-    changes = {**CHANGES, "tied": CHANGES["tied"] and not ranks}  # with several GPU workers no box shares tensors
-    one = run(tmp_path / "one", **changes)
-    spec = job(tmp_path / "apart", lanes=1, **changes)
+    one = run(tmp_path / "one", **CHANGES)
+    spec = job(tmp_path / "apart", lanes=1, **CHANGES)
     specs = specs_of(spec, division, ranks)
     specs[1] = dataclasses.replace(specs[1], ssd_dirs=specs[1].ssd_dirs[:1])
     assert train_apart(tmp_path / "links", specs)["status"] == "succeeded"

@@ -152,7 +152,7 @@ def test_messages_before_scheduler_exists_reach_it_in_order(runner: Runner, monk
 
 
 def test_an_announcement_is_in_the_journal_before_there_is_a_scheduler(runner: Runner, tmp_path: Path) -> None:
-    runner._post([UserMessage(job=runner.spec.job, step=Step(0), text="Compiling")])
+    runner._post(2 * [UserMessage(job=runner.spec.job, step=Step(0), text="Compiling")])  # two actors say the same
     (told,) = read_journal(tmp_path / "journal.jsonl")
     assert (told.kind, told.level, told.message, told.seq) == ("message", "info", "Compiling", 1)
     context = make_context(runner.spec, make_layout(5000), "/dev/shm/arena")

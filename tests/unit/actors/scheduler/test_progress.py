@@ -111,6 +111,15 @@ def test_load_progress_is_reported_at_intervals(stage: Stage, monkeypatch: pytes
     assert told == [f"Loaded 1% of {total:,} parameters", f"Loaded 51% of {total:,} parameters"]
 
 
+def test_states_that_are_read_into_memory_are_not_told_as_loaded_weights(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, total = stage.scheduler._progress, LAYOUT.numel
+    progress.model_loaded()
+    progress.note(load_progress(stage, "optimizer-0", total // 2, total))
+    assert journal_of(stage.spec)[-1].message == f"Read 50% of the states of {total:,} parameters into memory"
+
+
 def load_progress(stage: Stage, actor: str, num_params: int, total_params: int) -> LoadProgressed:
     return LoadProgressed(
         job=stage.spec.job, step=Step(0), actor=ActorName(actor), num_params=num_params, total_params=total_params

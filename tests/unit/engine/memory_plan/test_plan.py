@@ -116,6 +116,21 @@ def test_a_shared_block_is_sent_from_slots_for_all_of_it_and_received_in_few(
     assert found.arena_nbytes == found.shared_sums.offset + found.shared_sums.nbytes
 
 
+@pytest.mark.parametrize(("num_ranks", "group_size", "num_more"), [(1, 1, 0), (2, 1, 5), (4, 1, 3 * 3), (2, 2, 3)])
+def test_gpu_workers_of_the_heads_box_pass_on_its_sum_of_another_boxs_embedding(
+    num_ranks: int, group_size: int, num_more: int
+) -> None:
+    """If sums pass at once, each but the last one has slots for the operation with most: the head, with 4 chunks more.
+
+    Without these there would be slots for two layers of three chunks.
+    """
+    options: dict[str, Any] = {"num_microbatches": 4, "num_ranks": num_ranks}
+    options["placement"] = Placement(group_size=group_size)
+    crossings = Crossings(num_neighbours=1, microbatch_nbytes=4096, num_borrowed_chunks=5)
+    without = plan(crossings=replace(crossings, num_borrowed_chunks=0), **options)
+    assert plan(crossings=crossings, **options).partial_grads.num_slots == without.partial_grads.num_slots + num_more
+
+
 def test_the_plan_of_a_small_model_to_the_byte() -> None:
     found = plan()
     assert SIZE.total_chunks == 17

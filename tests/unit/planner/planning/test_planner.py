@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -485,6 +486,25 @@ def test_plans_of_both_places_of_kept_gradients_are_tried_with_fewer_waits(monke
     monkeypatch.setattr(planning, "_with_fewer_waits", with_fewer_waits)
     planning.fastest_plan(asked, Profiles(asked))
     assert len(tried) == len(set(tried)) == 2
+
+
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
+def test_the_other_place_of_kept_gradients_is_tried_whatever_order_the_smallest_bound_has(
+    spills: bool, order: UpdateOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(order: UpdateOrder, spills: bool) -> SimpleNamespace:
+        job = SimpleNamespace(update_order=order, keeps_grads=order.keeps_grads)
+        return SimpleNamespace(costs=SimpleNamespace(job=job, spills=spills), step_s=1.0)
+
+    fastest, wanted = (plan(UpdateOrder.KEPT, spills), 2.0), []
+    best = fastest[0] if order is UpdateOrder.KEPT else plan(order, spills=False)
+    found = SimpleNamespace(best=best, of_kind=lambda order, spills, _: wanted.append((order, spills)))
+    monkeypatch.setattr(planning, "_search", lambda *_, **__: found)
+    monkeypatch.setattr(planning, "_fastest_of", lambda *_: fastest)
+    monkeypatch.setattr(planning, "_with_fewer_waits", lambda *_: fastest)
+    planning.fastest_plan(question(clip_norm=None, chooses_order=True), SimpleNamespace())  # type: ignore[arg-type]
+    assert wanted == [(UpdateOrder.KEPT, not spills), (UpdateOrder.ACTIVE, None)]
 
 
 @pytest.mark.parametrize("kept_share", [2.0, 1.01])

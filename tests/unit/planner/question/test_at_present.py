@@ -23,9 +23,7 @@ def plan_on_cpu(*, ssd_share: float) -> Solution:
         ssd_read_bytes=ssd_share * usual.ssd_read_bytes,
         ssd_write_bytes=ssd_share * usual.ssd_write_bytes,
     )
-    job = make_job()
-    often = replace(job, training=replace(job.training, commit_minutes=0.0))
-    return solve_job(often, speeds, Limits(device_nbytes=1e12, host_nbytes=2e9, ssd_nbytes=1e12))
+    return solve_job(make_job(), speeds, Limits(device_nbytes=1e12, host_nbytes=2e9, ssd_nbytes=1e12))
 
 
 @pytest.mark.parametrize("slowdown", [1.3, 0.8])

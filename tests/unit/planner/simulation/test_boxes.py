@@ -104,6 +104,8 @@ def test_a_slower_box_bounds_the_step() -> None:
         {"num_groups": 3, "training": {"clip_norm": 1.0}},
         {"num_groups": 3, "is_tied": True},
         {"num_groups": 2, "is_tied": True, "training": {"clip_norm": 1.0, "lanes": 2}},
+        {"num_groups": 5, "is_tied": True, "num_ranks": 2},
+        {"num_groups": 3, "is_tied": True, "num_ranks": 3, "training": {"clip_norm": 1.0, "lanes": 2}},
     ],
 )
 def test_boxes_without_costs_end_with_the_ssd_bytes_of_one(stops: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -127,9 +129,20 @@ def test_shared_params_that_are_slow_delay_the_head() -> None:
     assert 16.0 - 3.0 <= slow_s - quick_s <= 8.0 + 16.0 + hidden_s
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_memory_of_each_box_is_that_of_its_plan(is_tied: bool) -> None:
-    found = job_over(3, 6, is_tied=is_tied, num_steps=2)
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_gpu_workers_of_the_heads_box_pass_on_its_sum_and_receive_params_once(num_groups: int) -> None:
+    """The embedding has 8192 elements."""
+    spans = job_over(3, 6, num_groups=num_groups, num_ranks=2, num_steps=2, is_tied=True).spans()
+    of_embedding = [span for span in spans if span.block == 0 and span.resource.startswith("b1/")]
+    assert moved(of_embedding, SpanKind.COPY_PARTIAL_OUT, 2) == (num_groups - 1) * 4 * 8192
+    assert moved(of_embedding, SpanKind.COPY_PARTIAL_IN, 2) == (num_groups - 1) * 4 * 8192
+    assert moved(of_embedding, SpanKind.COPY_GRAD_OUT, 2) == 4 * 8192
+    assert moved(of_embedding, SpanKind.COPY_PARAMS_IN, 2) == 2 * 2 * 8192
+
+
+@pytest.mark.parametrize("options", [{}, {"is_tied": True}, {"is_tied": True, "num_ranks": 2, "num_groups": 4}])
+def test_memory_of_each_box_is_that_of_its_plan(options: dict[str, Any]) -> None:
+    found = job_over(3, 6, num_steps=2, **options)
     job = found.started()
     job.run()
     in_host = sum(level.allocated_nbytes or 0 for level in job.levels if level.tier is MemoryTier.HOST)

@@ -66,12 +66,81 @@ def test_a_simulation_that_would_take_long_is_left_out(monkeypatch: pytest.Monke
 
 
 def with_near(monkeypatch: pytest.MonkeyPatch, simulated_s: Mapping[str, float | None]) -> Any:
-    """Returns a plan "best" with plans near it, whose simulated steps are given. Plans named "unlike" do not agree."""
+    """Returns a plan "best" with plans near it, whose simulated steps are given. Plans named "unlike" do not agree.
+
+    By the formula all have a step of 8.9 s, and the busiest box needs as long.
+    """
     monkeypatch.setattr(predicted, "simulated_step_s", lambda planned, **_: simulated_s[planned.name])
-    monkeypatch.setattr(predicted, "agree", lambda plans: plans != "unlike")
-    best, *near = (SimpleNamespace(name=name, plans=name, near=()) for name in simulated_s)
+    monkeypatch.setattr(predicted, "agree", lambda plans: plans[0].name != "unlike")
+    for changed in ("with_other_place", "with_more_gradients"):
+        monkeypatch.setattr(predicted, changed, lambda _: None)
+    monkeypatch.setattr(predicted, "with_ssds_that_idle", lambda _: ())
+    best, *near = (fake(name) for name in simulated_s)
     best.near = tuple(near)
     return best
+
+
+def fake(name: str, alone_s: float = 8.9, step_s: float = 8.9) -> SimpleNamespace:
+    plans = [SimpleNamespace(name=name, times=SimpleNamespace(alone_s=each)) for each in (1.0, alone_s)]
+    plan = SimpleNamespace(name=name, plans=plans, step_s=step_s, boxes="two", near=(), other_rounds=())
+    plan.with_own_blocks = lambda: plan
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("step_s", "alone_s", "expected"),
+    [
+        pytest.param(10.1, 8.9, "near", id="longer-by-the-formula"),
+        pytest.param(10.1, 9.6, "best", id="too-busy"),
+    ],
+)
+def test_near_plans_are_simulated_where_the_best_one_is_faster_than_by_the_formula(
+    step_s: float, alone_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = with_near(monkeypatch, {"best": 9.5, "near": 9.2})
+    plan.step_s, plan.near = 10.0, (fake("near", alone_s, step_s),)
+    found: Any
+    found, _ = fastest_by_simulation(plan)
+    assert found.name == expected
+
+
+@pytest.mark.parametrize(
+    ("simulated_s", "expected", "num_simulated"),
+    [
+        # The second one does not wait, so the third one is left out.
+        ({"best": 10.0, "near": 10.5, "second": 9.0, "third": 8.0}, ("second", 9.0), 3),
+        ({"best": 10.0, "near": 9.1, "second": 9.0, "third": 8.0}, ("near", 9.1), 2),
+        ({"best": 10.0, "near": 10.5, "second": 10.2, "third": 9.5}, ("third", 9.5), 4),
+    ],
+)
+def test_plans_with_other_rounds_are_tried_while_the_fastest_one_waits(
+    monkeypatch: pytest.MonkeyPatch, simulated_s: dict[str, float], expected: tuple[str, float], num_simulated: int
+) -> None:
+    plan, names = with_near(monkeypatch, simulated_s), list[str]()
+    plan.near, plan.other_rounds = plan.near[:1], (*plan.near[1:], fake("too busy", 10.1))
+
+    def simulate(planned: Any, **_: Any) -> float:
+        names.append(planned.name)
+        return simulated_s[planned.name]
+
+    monkeypatch.setattr(predicted, "simulated_step_s", simulate)
+    found: Any
+    found, step_s = fastest_by_simulation(plan)
+    assert (found.name, step_s) == expected
+    assert names == list(simulated_s)[:num_simulated]
+
+
+@pytest.mark.parametrize("name", ["other_place", "more_gradients", "idle", "more idle"])
+def test_plan_of_the_same_kind_that_waits_less_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    names = ["best", "other_place", "more_gradients", "idle", "more idle"]
+    plan = with_near(monkeypatch, {each: 10.0 if each == name else 11.0 for each in names})
+    plan.near = ()
+    for changed in ("other_place", "more_gradients"):
+        monkeypatch.setattr(predicted, f"with_{changed}", lambda _, changed=changed: fake(changed))
+    monkeypatch.setattr(predicted, "with_ssds_that_idle", lambda _: map(fake, ("idle", "more idle")))
+    found: Any
+    found, step_s = fastest_by_simulation(plan)
+    assert (found.name, step_s) == (name, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +167,7 @@ def test_plans_near_the_best_one_are_others_and_nearly_as_short() -> None:
     assert 0.999 * plan.step_s <= plan.near[0].step_s <= plan.near[-1].step_s <= 1.1 * plan.step_s
     choices = {(each.rounds, each.division) for each in (plan, *plan.near)}
     assert len(choices) == 1 + len(plan.near)
+    steps_s = [each.step_s for each in plan.other_rounds]
+    assert steps_s == sorted(steps_s)
+    rounds = [each.rounds for each in plan.other_rounds]
+    assert 0 < len(rounds) == len({*rounds} - {each.rounds for each in (plan, *plan.near)}) <= 4

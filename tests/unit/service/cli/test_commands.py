@@ -17,14 +17,15 @@ from windlass.service.cli import service as cli_service
 from windlass.service.cli.data import delete, storage
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import _loss, _time_left, format_event
-from windlass.service.cli.jobs import _await_checks, _finish, _parse_settings, export, pause, resume, submit
-from windlass.service.cli.service import _describe_drive, _tell_new_ssd_dirs, doctor, status, up
+from windlass.service.cli.jobs import _await_checks, _box_of, _finish, _parse_settings, export, pause, resume, submit
+from windlass.service.cli.service import _describe_drive, doctor, status, up
 from windlass.service.cli.table import print_columns
 from windlass.service.installation.client import RequestRefusedError, ServiceClient
 from windlass.service.installation.home import Serving
-from windlass.service.installation.machine import Drive
+from windlass.service.installation.machine import Drive, told_new_ssd_dirs
 from windlass.service.installation.process_ids import ProcessId
-from windlass.service.installation.settings import load_settings
+from windlass.service.installation.settings import Settings, load_settings
+from windlass.service.processes.supervisor import PortInUseError
 
 
 def test_settings_are_json_where_they_can_be() -> None:
@@ -124,14 +125,11 @@ def test_up_names_option_of_wrong_port(port: int, tmp_path: Path) -> None:
         up(port=port, home=tmp_path)
 
 
-def test_up_names_disk_of_ssd_directory_that_does_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_up_names_disk_of_ssd_directory_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, there = tmp_path / "home", tmp_path / "there"
     there.mkdir()
     monkeypatch.setenv("WINDLASS_SSD_DIRS", f"{home}/ssd0,{there},/proc/windlass-test/states")
-    _tell_new_ssd_dirs(load_settings(home))
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = told_new_ssd_dirs(load_settings(home).ssd_dirs, home)
     assert line.startswith(
         "! ssd_dirs: /proc/windlass-test/states does not exist and will be made on the disk mounted at /proc; if"
     )
@@ -371,3 +369,65 @@ def test_interrupted_submit_says_that_the_job_continues(
         _await_checks(_Watched(_validating()), "ftjob-1")  # type: ignore[arg-type]
     assert ended.value.exit_code == 130
     assert "the job goes on; `windlass show ftjob-1` tells how its checks end" in capsys.readouterr().err
+
+
+def test_address_of_a_head_is_kept_for_later_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("CLUSTER_HOST", "CLUSTER_PORT"):
+        monkeypatch.setenv(f"WINDLASS_{name}", "")  # `up` sets them, and they are reset after the test
+    monkeypatch.setenv("WINDLASS_MEASURE", "0")
+    started: list[tuple[str | None, int]] = []
+    home, serving = tmp_path / "home", Serving(process=ProcessId(pid=7, start="boot 1"), url="http://127.0.0.1:1")
+
+    def start(settings: Settings) -> Serving:
+        started.append((settings.cluster_host, settings.cluster_port))
+        for name in ("CLUSTER_HOST", "CLUSTER_PORT"):
+            monkeypatch.setenv(f"WINDLASS_{name}", "")  # the next command is another process
+        return serving
+
+    monkeypatch.setattr(cli_service, "start_detached", start)
+    up(detach=True, cluster_host="127.0.0.1", cluster_port=8650, home=home)
+    up(detach=True, home=home)
+    up(detach=True, cluster_host="127.0.0.2", home=home)
+    (home / "windlass.toml").write_text(f"host_memory_gib = 2\n{(home / 'windlass.toml').read_text()}")
+    up(detach=True, home=home)
+    assert started == [("127.0.0.1", 8650), ("127.0.0.1", 8650), ("127.0.0.2", 8650), ("127.0.0.2", 8650)]
+    assert (home / "windlass.toml").read_text().count("cluster_host") == 1
+    with pytest.raises(PortInUseError, match=r"192\.0\.2\.1 is no address of this machine"):
+        up(detach=True, cluster_host="192.0.2.1", home=home)
+    monkeypatch.setenv("WINDLASS_CLUSTER_HOST", "")
+    (home / "windlass.toml").write_text('cluster_host = "127.0.0.3"\n')
+    up(detach=True, cluster_host="127.0.0.4", home=home)
+    assert started[-1] == ("127.0.0.4", 8643)
+    assert (home / "windlass.toml").read_text() == 'cluster_host = "127.0.0.3"\n', "its owner has written it"
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if "!" in line)
+    assert "windlass.toml says cluster_host = 127.0.0.3: the next start goes by that" in told
+
+
+def test_status_of_a_killed_box_names_the_box_and_not_the_port_of_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = Serving(process=ProcessId(pid=7, start="boot 1"), url="https://10.0.0.1:8643")
+    monkeypatch.setattr(cli_service, "find_killed", lambda _home: killed)
+    (tmp_path / "box.json").write_text('{"name": "attic", "head": "https://10.0.0.1:8643", "box_id": "box-1"}')
+    with pytest.raises(typer.Exit):
+        status(tmp_path)
+    assert capsys.readouterr().out == (
+        "windlass is not running: box attic of https://10.0.0.1:8643 was killed or crashed (process 7); start it with "
+        "`windlass up --detach`\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"box": "head", "attempt": 0, "settings": {"box": "attic"}}, "attic"),
+        ({"box": "attic", "attempt": 1, "settings": {"box": "attic"}}, "attic"),
+        ({"box": "head", "attempt": 0, "settings": {}}, "head"),
+        ({"boxes": [], "attempt": 0, "settings": {"boxes": 2}}, "2 boxes"),
+        ({"boxes": ["head", "attic"], "attempt": 0, "settings": {"boxes": 2}}, "head, attic"),
+    ],
+)
+def test_job_is_listed_with_the_box_where_it_is_or_is_to_begin(values: dict[str, Any], name: str) -> None:
+    assert _box_of({"windlass": values}) == name

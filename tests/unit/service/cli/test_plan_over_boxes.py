@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.support.service.boxes import make_facts
-from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.hardware import Hardware, example_machines, save_hardware
 from windlass.planner.hardware.yaml_files import load
 from windlass.service.cli.errors import reported
 from windlass.service.cli.plan.command import plan
@@ -75,6 +75,10 @@ def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
         (("--network", "10"), "--network: one box sends nothing; add --boxes"),
         (("--hardware", "rtx3090"), "--hardware: several kinds of boxes; add --boxes"),
         (("--boxes", "2", "--boxes", "1", "--network", "10"), "--boxes: 2 numbers for 1 kinds of boxes"),
+        (("--boxes", "0", "--network", "10"), "--boxes: 0 is neither a number from 1 to 64 nor names of boxes"),
+        (("--boxes", "head,", "--network", "10"), "--boxes: head, is neither a number"),
+        (("--boxes", "attic,attic", "--network", "10"), "--boxes: attic,attic is neither"),
+        (("--boxes", "head,attic", "--network", "10"), "--boxes: names say which machines they are"),
         (("--boxes", "2", "--network", "10", "--what-if"), "--what-if: it is about one box"),
         (("--boxes", "2", "--network", "10", "--find", "largest-batch"), "--find: it is about one box"),
     ],
@@ -119,6 +123,11 @@ def test_boxes_that_have_joined_are_planned_by_name(shape: str, tmp_path: Path, 
     assert result.exit_code == 0, result.output
     used = [sorted(box["hardware"] for box in plan["boxes"]) for plan in json.loads(result.output)["plans"]]
     assert ["attic", "rtx3090"] in used
+    save_hardware(server, home / "hardware.yaml")
+    result = run(shape, "--boxes", "head,attic", "--network", "10", "--json")
+    assert result.exit_code == 0, result.output
+    used = [sorted(box["hardware"] for box in plan["boxes"]) for plan in json.loads(result.output)["plans"]]
+    assert sorted(used) == [["attic"], ["attic", "measured"], ["measured"]]
     result = run(shape, "--hardware", "cellar", "--boxes", "1")
     assert "'measured' is this machine, and attic is a box of it" in " ".join(result.output.split())
 

@@ -57,7 +57,7 @@ def test_step_over_boxes_is_drawn_by_box_with_who_waits(capsys: pytest.CaptureFi
         "boxes: head waits 60 % of a step for attic; attic waits 15 % of a step for head; "
         "link head to attic 15 % busy, 1 GB/s",
         "box head: computes 40%; waits for attic 60%",
-        "box attic: computes 62%; waits for between operations 22%, head 15%",
+        "box attic: computes 62%; waits between operations 22%, for head 15%",
         "link head to attic: busy 15%, 1 GB/s; a step: hidden states 2.79 GiB, shared params 1.00 MiB",
     ]
 

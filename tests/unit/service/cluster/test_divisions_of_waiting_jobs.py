@@ -92,7 +92,9 @@ def test_job_that_fits_no_other_boxes_waits_for_its_own(moving: Moving) -> None:
     moving.head.tick(3)
     assert moving.head.status(job_id) is JobStatus.QUEUED
     away = f"box {NAME}, which has a part of it, is away"
-    assert reason(moving, job_id) == f"{away}; it cannot be planned over other boxes: box {OTHER} lacks 3 GiB"
+    told, cannot = reason(moving, job_id).split("; ")
+    assert told.startswith(f"{away} since ")
+    assert cannot == f"it cannot be planned over other boxes: box {OTHER} lacks 3 GiB"
     assert len(moving.head.stage_planners) == 2, "it is not tried again over the same boxes"
     moving.head.now += 300
     moving.head.tick()
@@ -308,7 +310,7 @@ def test_job_that_a_person_has_to_mend_leaves_its_boxes_to_others(
     moving.request(Instruction.RESUME, job_id)
     other = moving.prepare(box=NAME, priority=1)
     moving.head.tick()
-    assert "set cluster_host" in reason(moving, job_id)
+    assert "start it with `windlass up --cluster-host IP`" in reason(moving, job_id)
     assert moving.head.job(other).node == moving.box.node
     assert not reserved(moving, job_id)
 

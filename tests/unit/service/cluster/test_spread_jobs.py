@@ -441,6 +441,8 @@ def test_drained_box_ends_the_attempt_at_a_commit(spread: Spread) -> None:
     assert spread.head.runners.paused == [(job_id, 1)]
     spread.end_attempt(job_id, PAUSED)
     spread.go_on(lambda: spread.head.status(job_id) is JobStatus.QUEUED)
+    ended = "because box attic is draining; the job goes on by itself afterwards"
+    assert any(message.endswith(ended) for message in spread.head.messages(job_id)), spread.head.messages(job_id)
     spread.go_on(lambda: "draining" in (spread.head.job(job_id).waiting_reason or ""))
     with spread.head.database.write() as session:
         BoxRepository(session).set_state(spread.row.id, BoxState.READY)

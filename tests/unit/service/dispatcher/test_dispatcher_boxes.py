@@ -145,7 +145,7 @@ def test_jobs_begin_on_all_boxes_and_the_rest_waits_with_a_reason_that_names_the
     ("values", "reason"),
     [
         ({"state": BoxState.DRAINING.value}, "box attic is draining"),
-        ({"seen_at": 0.0}, "box attic is away"),
+        ({"seen_at": 0.0}, f"box attic is away since {time.strftime('%Y-%m-%d %H:%M', time.localtime(0.0))}"),
         ({"capacity": None}, "box attic has not yet said what is free on it"),
     ],
 )

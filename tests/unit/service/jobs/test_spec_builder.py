@@ -82,6 +82,7 @@ PLANNED: dict[str, Any] = {
     "lanes": 2,
     "gpus": 2,
     "commit_minutes": 0.0,
+    "checkpoint_minutes": 3.0,  # a checkpoint is made of a commit
     "budgets": {"host_memory_gib": 3.0},
     "epochs": 5,  # it selects the batches, and so their mean width
 }
@@ -111,7 +112,6 @@ NOT_PLANNED: dict[str, tuple[Any, str]] = {
     "seed": (3, "random numbers are drawn in any case"),
     "priority": (3, "it only says when the job runs"),
     "checkpoint_every": (3, _EXPORT),
-    "checkpoint_minutes": (3.0, _EXPORT),
     "keep_checkpoints": (3, "they lie in the models' folder, which is on no tier"),
     "keep_best": (True, _EXPORT),
     "early_stopping": ({"patience": 3}, _MORE_STEPS),

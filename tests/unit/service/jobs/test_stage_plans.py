@@ -262,7 +262,14 @@ def test_plan_is_kept_and_an_unreadable_one_counts_as_missing(tmp_path: Path) ->
 ONE_BOX = replace(
     PLAN,
     stages=(
-        replace(FIRST, stop_block=4, placement=Placement(group_size=2), peak_gib={"gpu": 1.5, "host": 2, "ssd": 3}),
+        replace(
+            FIRST,
+            stop_block=4,
+            placement=Placement(group_size=2),
+            peak_gib={"gpu": 1.5, "host": 2, "ssd": 3},
+            busy_s={"compute": 0.75},
+            choices={"kept_grads_on_ssd": 3, "num_microbatches": 8},
+        ),
     ),
     layout_epoch=2,
     from_attempt=5,
@@ -328,6 +335,9 @@ def test_job_that_comes_to_one_box_has_its_stage_as_its_plan(tmp_path: Path) -> 
         "step_s_high": None,
         "peak_gib": {"gpu": 2000 / 2**30, "host": 1000 / 2**30, "ssd": 3},
     }
+    assert plan.report.busy_s == {"compute": 0.75}, "its plan can be corrected by measured steps"
+    assert plan.report.choices is not None
+    assert plan.report.choices["kept_grads_on_ssd"] == 3
     step = JobMetrics(job_id=job.id, step=2, attempt=4, created_at=0.0, data={"remaining_s": 9.0, "total_steps": 4})
     assert expected_pace(plan, None, step) == Pace(step_s=1.25, is_measured=False), "that step was on several boxes"
     moved = replace(ONE_BOX, from_attempt=5)

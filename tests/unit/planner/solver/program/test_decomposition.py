@@ -1,5 +1,6 @@
 """Programs solved in parts, compared with an exhaustive search, or with that of HiGHS."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
-from tests.support.planner.programs import beside_the_best, fits, options, programs
-from windlass.planner.solver.program import solve_in_parts
+from tests.support.planner.programs import beside_the_best, best_of_all, fits, options, programs
+from windlass.planner.solver.program import decomposition, solve_in_parts
 from windlass.planner.solver.program.integer_program import (
     Assignment,
     BlockGroup,
@@ -78,6 +79,124 @@ def test_solve_in_parts_again_with_less_memory_uses_what_is_known_and_fits() -> 
     assert outcome.nbytes[0] <= 17.0
     assert solve_in_parts(less, below=outcome.cost * (1 - 1e-3)) is None
     assert solve_in_parts(replace(program, nbytes=(1.0,), limits=(0.5,))) is None
+
+
+def test_solve_in_parts_with_less_to_store_or_a_lower_limit_searches_no_second_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search of the tree that finds nothing proves it for all programs that can do no more."""
+    searched, program = searches_trees(monkeypatch), with_half_a_room()
+    best = solve_in_parts(program)
+    assert best is not None
+    assert len(searched) == 1  # and nothing better was found
+    below = outcome_of(program, best).cost * (1 - 1e-4)
+    assert solve_in_parts(program, below=below) is None
+    assert solve_in_parts(replace(program, nbytes=(0.0, 2.0)), below=below) is None  # of an ample tier
+    assert solve_in_parts(replace(program, limits=(16.5, 100.0)), below=below) is None
+    assert len(searched) == 1
+    assert solve_in_parts(replace(program, limits=(18.0, 100.0)), below=below) is not None
+
+
+@pytest.mark.parametrize("move_s", [10.0, 3.75])
+@pytest.mark.parametrize("below", [math.inf, 29.4])
+def test_tree_with_more_of_an_ample_tier_gives_no_plan_that_moves_more_for_it(
+    move_s: float, below: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more bytes of the last tier, an assignment costs 28 that moves some of them without."""
+    searched = searches_trees(monkeypatch)
+    states = tuple(Option(seconds=(seconds,), nbytes=(0.0, 0.0, 0.0)) for seconds in (1.0, 2.0))
+    # The first tier has room for eight, and half of one more: for all of one block, and part of another.
+    ample = {1: 9.0, 2: 10.4}
+    kept = tuple(
+        Option(
+            seconds=(8.0 - number,),
+            nbytes=(2.0 * number, 0.0, each := 30.0 * (0 < number < 6) if number not in ample else ample[number]),
+            movable_nbytes=each if number in ample else 0.0,
+        )
+        for number in range(7)
+    )
+    program = Program(
+        blocks=(BlockGroup(count=4, options=states), BlockGroup(count=4, options=kept)),
+        seconds=(0.0,),
+        nbytes=(0.0, 0.0, 0.0),
+        limits=(17.0, 100.0, 10.0),
+        bounds=(Bound(weights=(1.0,)),),
+        overflow=Overflow(source=2, target=1, seconds=(move_s,)),
+    )
+    found = solve_in_parts(program, below=below)
+    assert searched
+    assert found is not None
+    assert found.moved_nbytes == 0
+    assert outcome_of(program, found).step_s == pytest.approx(29.0)
+
+
+def test_solve_in_parts_with_a_smaller_gap_searches_a_tree_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wide gap, the search of a tree may find nothing below a limit where some assignments cost less."""
+    searched, program = searches_trees(monkeypatch), with_half_a_room()
+    best = solve(program)
+    assert best is not None
+    below = outcome_of(program, best).cost * (1 - 6e-3)
+    assert solve_in_parts(program, gap=5e-3, below=below) is None
+    num_searched = len(searched)
+    again = replace(program, limits=(17.0, 99.0))
+    assert solve_in_parts(again, gap=5e-3, below=below) is None
+    assert len(searched) == num_searched
+    assert solve_in_parts(again, gap=2e-4, below=below) is None
+    assert len(searched) == num_searched + 1
+    assert solve_in_parts(again, gap=5e-3, below=below) is None
+    assert len(searched) == num_searched + 1
+
+
+def with_half_a_room() -> Program:
+    """Returns a program with room for eight, and half of one more."""
+    states = tuple(Option(seconds=(seconds,), nbytes=(0.0, 1.0)) for seconds in (1.0, 2.0))
+    kept = tuple(Option(seconds=(8.0 - number,), nbytes=(2.0 * number, 1.0)) for number in range(7))
+    return Program(
+        blocks=(BlockGroup(count=4, options=states), BlockGroup(count=4, options=kept)),
+        seconds=(0.0,),
+        nbytes=(0.0, 4.0),
+        limits=(17.0, 100.0),
+        bounds=(Bound(weights=(1.0,)),),
+    )
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(PROGRAMS, st.lists(st.tuples(*(st.sampled_from([0.9, 0.99, 1.0, 1.02, 1.2]),) * 4), min_size=1, max_size=6))
+def test_proofs_of_programs_exclude_nothing_that_costs_less(
+    program: Program, changes: list[tuple[float, float, float, float]]
+) -> None:
+    """Programs with the same options, and other limits, buffers, bounds and costs to beat."""
+    first = best_of_all(program)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        searches_trees(monkeypatch)
+        for of_limits, of_buffers, of_bounds, of_cost in changes if first is not None else ():
+            changed = replace(
+                program,
+                limits=tuple(of_limits * limit for limit in program.limits),
+                buffers=tuple(replace(each, most_nbytes=of_buffers * each.most_nbytes) for each in program.buffers),
+                bounds=tuple(replace(each, constant_s=of_bounds * each.constant_s) for each in program.bounds),
+            )
+            assert first is not None
+            below = of_cost * first.cost
+            best, found = best_of_all(changed), solve_in_parts(changed, below=below)
+            if found is not None:
+                assert outcome_of(changed, found).cost < below
+            else:
+                assert best is None or best.cost >= below * (1 - 1e-5) - 1e-6
+
+
+def searches_trees(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """Lets each program be solved by its tree, as if its lists were too long. Returns those that are."""
+    searched = []
+
+    def searching(program: Program, *, gap: float, below: float) -> Assignment | None:
+        searched.append(program)
+        return solve(program, gap=gap, below=below)
+
+    monkeypatch.setattr(decomposition, "solve", searching)
+    for name in ("_MOST_LISTED", "_MOST_LISTED_BLINDLY"):
+        monkeypatch.setattr(decomposition, name, 0)
+    return searched
 
 
 def layered(*, device_nbytes: float) -> Program:

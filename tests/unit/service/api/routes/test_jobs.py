@@ -464,6 +464,8 @@ def test_a_queued_job_pauses_at_once_and_goes_back_to_the_queue(client: TestClie
 def test_a_running_job_pauses_when_its_runner_has_stopped(client: TestClient, file_id: str) -> None:
     job_id = create(client, file_id).json()["id"]
     bring_to(client, job_id, JobStatus.QUEUED, JobStatus.RUNNING)
+    others = client.post(f"{JOBS}/{job_id}/resume", json={"windlass": {"gpus": "auto"}}).json()["error"]["message"]
+    assert others.endswith("was expected to be paused but is running; pause it first")
     assert act(client, job_id, "pause") == "pausing"
     assert act(client, job_id, "pause") == "pausing"
     events = client.get(f"{JOBS}/{job_id}/events").json()["data"]

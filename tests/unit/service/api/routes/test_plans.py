@@ -347,6 +347,9 @@ def test_the_planned_step_of_a_job_over_boxes_is_that_of_its_division(client: Te
         JobRepository(session).set_fields(job_id, windlass={**job.windlass, "boxes": 2})
     shown = client.get(path).json()
     assert shown["simulated"] == {"step_s": 4.0, "summary": summary}
+    assert in_words(shown)["step time"] == "predicted 4 s"
+    measured = view_of(None, {"step_s": 3.0, "num_steps": 9, "peak_bytes": {}}) | {"simulated": {"step_s": 4.0}}
+    assert in_words(measured)["step time"] == "predicted 4 s, measured 3 s (-25.0%)"
     assert (shown["predicted"], shown["step_s"], shown["before"]) == (None, None, [])
 
 

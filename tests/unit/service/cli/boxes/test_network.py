@@ -92,7 +92,16 @@ def test_pair_that_fails_is_told_and_the_others_are_measured(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("boxes", "options", "told"),
     [
-        ([box("head")], ("--network",), "there are no two boxes whose network could be measured"),
+        (
+            [box("head")],
+            ("--network",),
+            "no box has joined this head; `windlass node code` prints the commands for one",
+        ),
+        (
+            [box("head"), box("attic", state="away")],
+            ("--network",),
+            "there are no two boxes whose network could be measured; attic is left out: it is away",
+        ),
         ([box("head"), box("busy", running=1)], ("--network",), "busy is left out: jobs run there"),
         ([box("head")], ("--force",), "--force goes with --network"),
         ([box("head")], ("--json",), "--json goes with --network"),

@@ -106,6 +106,10 @@ def test_join_with_the_name_of_another_box_is_refused(head: Head) -> None:
         status, message = _error(head.ask_to_join(head.new_code(), name=name, node="node-" + "2" * 24)[0])
         assert status == 409
         assert f"there is a box {name} already" in message
+    for name in ("3", "my box", "", "a" * 64):
+        status, message = _error(head.ask_to_join(head.new_code(), name=name, node="node-" + "2" * 24)[0])
+        assert status == 400
+        assert "name: must begin with a letter or a digit" in message
 
 
 def test_join_of_a_box_that_is_here_is_refused_and_of_one_that_was_removed_is_not(head: Head, tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Plans that wait less than the best one by the cost model, which counts no waits. Simulation tells which is faster.
+
+See docs/decisions/0044-monotone-plans.md.
+"""
+
+import math
+from dataclasses import replace
+
+from windlass.engine.memory_plan import most_passing_blocks
+from windlass.planner.question import PlanQuestion, Profiles, counted, solve_kind_exactly
+from windlass.planner.solver import Solution, solution_of
+
+# Share of a step. Plans that wait less are tried if the step is longer than the cost model's bound by more.
+_LEAST_WAIT = 0.03
+# If a plan that swaps activations to the SSDs waits, plans are tried that let the SSDs be busy for these shares of the
+# time that it does.
+BUSY_SHARES = (0.85, 0.7, 0.55, 0.4)
+# If a plan waits and gradients of fewer typical blocks may wait for their update, it is also tried with so many.
+_MORE_PASSING = 8
+
+
+def waits(bound_s: float, step_s: float) -> bool:
+    """Returns whether a step takes clearly longer than the cost model's bound, because work waits for other work."""
+    return step_s > (1 + _LEAST_WAIT) * bound_s
+
+
+def with_more_passing(
+    question: PlanQuestion, profiles: Profiles, busy: Solution, below_s: float = math.inf
+) -> Solution | None:
+    """Returns the same kind of plan with more gradients that may wait for their update. None: there is none below.
+
+    By the cost model alone, few are enough if updates take less time than the backward pass. But they come unevenly.
+    """
+    number = busy.placement.num_passing_blocks
+    more = min(_MORE_PASSING, most_passing_blocks(busy.costs.job.model.num_own_blocks))
+    if number is None or number >= more:
+        return None
+    kind = replace(busy.kind, num_passing_blocks=more, limits=question.limits)
+    return solve_kind_exactly(question, kind, profiles, below_s=below_s)
+
+
+def with_idle_ssds(question: PlanQuestion, profiles: Profiles, busy: Solution, share: float) -> Solution | None:
+    """Returns the same kind of plan with SSDs that are busy for about a share of their time. None: there is none.
+
+    By the cost model alone, a plan uses the SSDs as much as it can if that saves any compute. But if two resources are
+    busy all the time, each waits for the other. So the plan is solved for as if the SSDs were slower.
+    """
+    if not busy.placement.ssd_activation_nbytes:
+        return None
+    speeds, factor = busy.costs.speeds, share * busy.busy_s["ssd"] / busy.step_s
+    slower = replace(
+        speeds, ssd_read_bytes=factor * speeds.ssd_read_bytes, ssd_write_bytes=factor * speeds.ssd_write_bytes
+    )
+    found = solve_kind_exactly(question, replace(busy.kind, speeds=slower, limits=question.limits), profiles)
+    if found is None:
+        return None
+    costs = replace(found.costs, speeds=speeds)
+    solution, excess = counted(question, profiles, solution_of(costs, found.placement, found.plan.arena_nbytes))
+    return None if excess > 0 else solution
