@@ -13,7 +13,7 @@ from windlass.planner.planning.job_planning import plan_job
 from windlass.storage.ids import ActorName, BlockIndex, Precision
 
 # Bytes of the arena: so few that kept gradients spill to the SSDs in fp32, but not in bf16.
-HOST_MEMORY_NBYTES = 19 << 20
+HOST_MEMORY_NBYTES = 17 << 20
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_plans_swap_less_to_the_ssds_where_compute_would_wait_for_them() -> None
     few_layers = config_of_shape(RATEL_SHAPES[6].model_copy(update={"num_layers": 12}), num_tokens=1024)
     asked = question(
         hardware, config=few_layers, batch_size=32, sequence_length=1024, num_microbatches=2, clip_norm=None
-    )
+    ).changed(commit_minutes=0.0)
     profiles = Profiles(asked)
     _, least_bound = planning.best_plan(asked, profiles)
     _, fastest, step_s = planning.fastest_plan(asked, profiles)
@@ -242,7 +242,9 @@ def test_device_need_of_a_tied_model_has_room_to_round_a_sum_in_place() -> None:
         profiles = Profiles(asked)
         solution = solve_exactly(asked, 1, profiles)
         constants.append(profiles.device_need(asked, profiles.job(asked, 1), solution).constants_nbytes)
-    assert constants[0] - constants[1] == 2 * profiles.layout.blocks[0].numel
+    numels = [block.numel for block in profiles.layout.blocks]
+    # And for parts of a gradient in fp32, which a CPU adds to that sum.
+    assert constants[0] - constants[1] == 2 * numels[0] + 4 * max(numels)
 
 
 def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> None:
@@ -311,7 +313,7 @@ def test_plan_names_changes_that_would_be_faster() -> None:
     slow = slow.model_copy(
         update={"ssds": slow.ssds.model_copy(update={"count": 1, "combined_gb_per_s": None, "read_gb_per_s": 2.0})}
     )
-    report = answer(question(slow))
+    report = answer(question(slow).changed(commit_minutes=0.0))
     assert report.bottleneck == "ssd"
     assert any("twice as many SSDs" in reason for reason in report.reasons)
 
