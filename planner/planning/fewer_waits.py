@@ -14,7 +14,7 @@ from windlass.planner.solver import Solution, solution_of
 _LEAST_WAIT = 0.03
 # If a plan that swaps activations to the SSDs waits, plans are tried that let the SSDs be busy for these shares of the
 # time that it does.
-BUSY_SHARES = (0.85, 0.7, 0.55, 0.4)
+BUSY_SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1)
 # If a plan waits and gradients of fewer typical blocks may wait for their update, it is also tried with so many.
 _MORE_PASSING = 8
 

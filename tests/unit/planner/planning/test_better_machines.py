@@ -29,7 +29,7 @@ MACHINES = (
 CASES = (*(seed for seed in range(25) if seed not in (5, 11)), 53)
 _MOST = 1.03
 # Not mended: Llama 3.1 8B and 70B, whose plans on the lesser machine are not among those simulated on the better one.
-_NOT_MENDED = {22: 1.04, 53: 1.06}
+_NOT_MENDED = {22: 1.04, 53: 1.07}
 KEPT = KeptShapes()
 
 
