@@ -35,7 +35,7 @@ def planned(hardware: Hardware, **changes: object) -> tuple[Solution, ModelLayou
         (machine(), {"num_microbatches": 2}),
         (machine(), {"num_microbatches": 6, "batch_size": 12, "num_ranks": 3}),
         (machine(gpus=4, host=4.2), {"batch_size": 32, "num_microbatches": 2}),  # swaps, to the SSDs too
-        pytest.param(machine(gpus=2.2, host=4), {"batch_size": 4, "num_microbatches": 4}, marks=pytest.mark.long),
+        pytest.param(machine(gpus=2.3, host=4), {"batch_size": 4, "num_microbatches": 4}, marks=pytest.mark.long),
     ],
 )
 def test_levels_of_memory_are_within_the_plan(
@@ -120,7 +120,7 @@ def test_larger_slots_and_chunks_take_as_long(monkeypatch: pytest.MonkeyPatch) -
     exact_s = simulated_step_s(solution, layout)
     assert exact_s >= 0.99 * solution.step_s
     monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", solution.plan.num_ssd_activations // 8)
-    assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.02)
+    assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.025)
 
 
 @pytest.mark.long
