@@ -3,6 +3,7 @@
 Each command imports only the modules that it needs. Most commands only call the API and must start fast.
 """
 
+import json
 import logging
 import os
 import sys
@@ -141,8 +142,7 @@ def _keep_cluster_address(settings: Settings, *, host: str | None, port: int | N
         for name, value in (("cluster_port", port), ("cluster_host", host)):
             if value is None:
                 continue
-            written = str(value) if name == "cluster_port" else f'"{value}"'
-            own = write_setting(settings.home, name, written, command=command)
+            own = write_setting(settings.home, name, json.dumps(value), command=command)
             if own not in (None, value):
                 file = settings.home / SETTINGS_FILE
                 print(f"! {file} says {name} = {own}: the next start goes by that, this one by the option", flush=True)
