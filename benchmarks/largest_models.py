@@ -121,6 +121,7 @@ def question_of_kind(kind: Kind, billions: int, *, gpu_gib: int, ram_gib: int) -
             total_steps=1,
         ),
         chooses_microbatches=True,
+        chooses_cut=True,
     )
 
 

@@ -133,6 +133,7 @@ def _question(size: int, hardware: Hardware) -> PlanQuestion:
         hardware=hardware,
         training=TrainingConfig(batch_size=_NUM_EXAMPLES, sequence_length=_NUM_TOKENS, total_steps=1),
         chooses_microbatches=True,
+        chooses_cut=True,
     )
 
 

@@ -17,11 +17,16 @@ if TYPE_CHECKING:  # the simulator uses this module without torch
     from windlass.engine.device import Event
 
 
+# A write goes before the updates of blocks that are needed later than so many operations after its own one. With less,
+# updates lack the SSDs that writes could leave to them; with more, compute waits for writes.
+_OPERATIONS_UNTIL_WRITTEN = 8
+_READ = 2**31  # more than the number of a block
+
+
 class Moment(NamedTuple):
     """An operation of the block loop."""
 
     step: Step = Step(0)
-    op: int = 0
     block: BlockIndex = BlockIndex(0)
 
 
@@ -62,12 +67,13 @@ class Part:
     def priority(self) -> tuple[int, int]:
         """The priority of the SSD request.
 
-        A read is as urgent as the params of its operation, because that operation is running or comes next. A write has
-        the priority of the next operation; params of that operation that were requested earlier go first.
+        A write is as urgent as the update of a block some operations later: until then, compute does not wait for the
+        memory that the part occupies. A read comes after all of them, as it does in a step, and before the updates that
+        follow from its own step.
         """
-        step, op, _ = self.asked_in
-        # The params that a step uses are stored under the step before.
-        return (step - 1, op if self.at is At.RETURNING else op + 1)
+        # The params that a step uses are stored under the step before, as are the states that they follow from.
+        step, block = self.asked_in
+        return (step - 1, _READ if self.at is At.RETURNING else block + _OPERATIONS_UNTIL_WRITTEN)
 
 
 @dataclass(slots=True, eq=False)

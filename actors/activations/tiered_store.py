@@ -70,11 +70,11 @@ class ActivationTiers:
         self._num_puts = 0
         self._peak_held_nbytes = 0
 
-    def begin(self, step: Step, op: int, block: BlockIndex) -> None:
+    def begin(self, step: Step, block: BlockIndex) -> None:
         """Sets the operation to which later puts and prefetches belong; it decides their priority."""
         self._watch.begin(step, block)
         if self._ssds is not None:
-            self._ssds.begin(Moment(step, op, block))
+            self._ssds.begin(Moment(step, block))
 
     def flush(self) -> None:
         """Records the last spans of a step, after its last activations are back on the device."""

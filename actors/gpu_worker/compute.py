@@ -68,7 +68,7 @@ class Computation:
         message, runner, numbers = operation.message, self._runner, operation.numbers
         step, block = message.step, message.block
         if self._activations is not None:
-            self._activations.begin(step, message.op, block)
+            self._activations.begin(step, block)
         self._turn_to(message, batch, operation.num_targets, received)
         runner.install(block, flats, grads)
         match message.phase:

@@ -7,7 +7,7 @@ Source: AutoHete, footnote 2.
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -158,15 +158,21 @@ class DeviceStates:
             self._release_grad(self._acquire_grad(grad.block))
 
     def _update(self, update: UpdateBlock) -> None:
-        assert self._updater is not None, "only resident blocks are updated here"
         grad, compute = self._acquire_grad(update.block), self._device.compute
-        begun = compute.record()
-        compute.run(functools.partial(self._updater.update, update, 0, grad, self._states[update.block]))
-        updated = compute.record()
-        self._release_grad(grad)
-        compute.then(working_at(update, functools.partial(self._updated, update, begun, updated)))
+        times: list[Event] = []
 
-    def _updated(self, update: UpdateBlock, begun: Event, updated: Event) -> None:
+        def work() -> None:  # on a CPU perhaps in another thread's turn, so its times are not those of this thread
+            times.append(compute.record())
+            assert self._updater is not None, "only resident blocks are updated here"
+            self._updater.update(update, 0, grad, self._states[update.block])
+            times.append(compute.record())
+
+        compute.run(work)
+        self._release_grad(grad)
+        compute.then(working_at(update, functools.partial(self._updated, update, times)))
+
+    def _updated(self, update: UpdateBlock, times: Sequence[Event]) -> None:
+        begun, updated = times
         job, step, block = update.job, update.step, update.block
         self._spans.note(COMPUTE, SpanKind.UPDATE, step, block, WHOLE_BLOCK, begun.time_s(), updated.time_s())
         with self._lock:

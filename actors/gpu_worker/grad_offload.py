@@ -40,7 +40,13 @@ from windlass.engine.device import (
     copy_all,
     round_in_place,
 )
-from windlass.engine.memory_plan import batches_to_copy, grad_buffers_of_job, grad_overlay_of_job
+from windlass.engine.memory_plan import (
+    PlanError,
+    batches_to_copy,
+    grad_buffers_of_job,
+    grad_overlay_of_job,
+    rounded_in_pieces,
+)
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.engine.optimizer import NormInParts
 from windlass.engine.pieces import ChunkNorms, SumBesideTotal
@@ -97,6 +103,9 @@ class GradOffload:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
         type. `send` sends an optimizer its share. `report` reports a gradient to the scheduler: the operation
         that completed it, and its sums of squares.
+
+        Raises:
+            PlanError: the plan has a gradient leave in pieces that cannot.
         """
         self._context = context
         self._device = device
@@ -124,6 +133,12 @@ class GradOffload:
         self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._take, arena, spans, send, rank=rank)
         self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
+        if rounded := rounded_in_pieces(self._in_pieces, summed_in_fp32, itemsize=self._dtype.itemsize):
+            raise PlanError(
+                f"streams_ends is set, and the head (block {rounded[0]}) goes over a micro-batch in several slices: "
+                f"their sum is in fp32, and gradients leave in {self._dtype}; choose micro-batches of one slice, or "
+                "several that are summed in fp32, or leave streams_ends out"
+            )
         self._overlay: OverlaidBuffers | None = None
         self._pieces: StreamedGrads | None = None
         if self._in_pieces:
@@ -362,7 +377,7 @@ class GradOffload:
         return {(numel, dtypes[itemsize]): number for (numel, itemsize), number in planned.items()}
 
     def _params_of(self, block: BlockIndex) -> list[tuple[str, int, int]]:
-        return [(p.name, p.offset, p.numel) for p in self._context.layout.blocks[block].params]
+        return self._context.layout.grad_parts(block, self._context.spec.training.cut_matrices)
 
     def _microbatches(self, operation: ComputeBlock) -> tuple[int, int]:
         """Returns the first and past-last micro-batch of an operation's group in a full step."""

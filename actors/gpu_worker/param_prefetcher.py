@@ -42,6 +42,7 @@ from windlass.engine.device import (
     TensorArena,
     copy,
 )
+from windlass.engine.linear_parts import Columns, require_column_copies
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, largest_piece, param_buffer_numels, param_buffers
 from windlass.engine.model import PieceBuffers, StreamedParams
 from windlass.storage.cancellation import TaskQueue
@@ -68,6 +69,12 @@ class HostChunks:
             chunk, first = self._chunks[number], number * self.chunk_numel
             low, high = max(start, first), min(stop, first + chunk.numel())
             copy(target[low - start : high - start], chunk[low - first : high - first])
+
+    def load_columns(self, target: torch.Tensor, columns: Columns) -> None:
+        """See PieceSource."""
+        first, last = columns.offset, columns.offset + columns.num_rows * columns.width
+        for number in range(first // self.chunk_numel, -(-last // self.chunk_numel)):
+            columns.load(target, self._chunks[number], number * self.chunk_numel)
 
     def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
         """See PieceSource."""
@@ -153,6 +160,8 @@ class ParamFeed:
         )
         self._pieces: PieceBuffers | None = None
         if self._bounds:
+            if context.spec.training.cut_matrices is not None:
+                require_column_copies(device.device)
             numel = largest_piece(list(self._bounds.values()))
             self._pieces = PieceBuffers(device, numel, self._dtype, NUM_PIECE_BUFFERS)
         self._requests: TaskQueue[ParamRequest] = TaskQueue(device.token)

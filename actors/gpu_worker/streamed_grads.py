@@ -1,11 +1,11 @@
-"""The gradients of streamed layers, if the plan has them leave the device in pieces during their backward operation.
+"""The gradients of streamed blocks, if the plan has them leave the device in pieces during their backward operation.
 
 Such a gradient has no buffer of its own, and so waits for none. Its slots in host memory are acquired before its
 operation. Between two groups of micro-batches its sums are in the slots for partial sums. The GPU worker of the next
 group goes on with them.
 
-Gradients of embedding and head lie in the same memory. With several lanes it has room for one sum of each only, so the
-total of earlier lanes waits in host memory.
+Gradients of embedding and head that are not streamed lie in the same memory. With several lanes it has room for one sum
+of each only, so the total of earlier lanes waits in host memory.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads, sum_parts
 from windlass.actors.job import JobContext, piece_bounds
 from windlass.actors.lifecycle import working_at
-from windlass.actors.messages import ComputeBlock, SpanKind, SumPassed
+from windlass.actors.messages import ComputeBlock, Phase, SpanKind, SumPassed
 from windlass.actors.timeline import FROM_DEVICE, TO_DEVICE, WHOLE_BLOCK, SpanRecorder
 from windlass.engine.device import Device, Event, OverlaidBuffers, TensorArena, copy_all
 from windlass.engine.memory_plan import NUM_REST_BUFFERS
@@ -213,7 +213,7 @@ class StreamedGrads:
             self._buffers.d2h.then(working_at(last.operation, functools.partial(self._pass_on, last)))
 
     def _params_of(self, block: BlockIndex) -> list[tuple[str, int, int]]:
-        return [(param.name, param.offset, param.numel) for param in self._context.layout.blocks[block].params]
+        return self._context.layout.grad_parts(block, self._context.spec.training.cut_matrices)
 
     def _home(self, operation: ComputeBlock, slots: Mapping[ChunkKey, Span], *, is_partial: bool) -> _Slots:
         return _Slots(operation, slots, is_partial, self._dtype, self._context.layout, self._arena, self._spans)
@@ -223,7 +223,7 @@ class StreamedGrads:
             return None
         stop = min((operation.group + 1) * self._context.plan.group_size, self._lanes.num_microbatches)
         home = None
-        if self._lanes.has_long_lane:
+        if self._lanes.has_long_lane or operation.phase is Phase.HEAD:  # the head may have several slices
             keys = self._context.layout.chunk_keys(operation.block)
             home = self._home(operation, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
         chunk_numel = self._context.layout.chunk_numel

@@ -84,10 +84,10 @@ from windlass.actors.ssd import ParamServer, SsdClient
 from windlass.actors.timeline import SpanRecorder
 from windlass.actors.worker_policy import ComputeReports, OperationWindow, ends_rank, has_group
 from windlass.engine.data import MicroBatch, PreparedDataset
-from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, release_team, with_index
+from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, compute_on_cpu, release_team, with_index
 from windlass.engine.memory_estimate import ActivationNeedUnknownError, DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL
-from windlass.engine.model import BlockRunner, GradSink, Partition, check_architecture
+from windlass.engine.model import BlockRunner, GradSink, Partition, UnsupportedArchitectureError, check_architecture
 from windlass.engine.optimizer import NormInParts, portable_squared_norms, squared_norm
 from windlass.engine.pieces import ChunkNorms
 from windlass.storage.cancellation import CancelToken, TaskQueue
@@ -207,6 +207,7 @@ class GpuWorker:
             head_slices=self.hyper.head_slices,
             lanes=self.hyper.lane_division if self.hyper.lanes > 1 else None,
             kernels=kernels,
+            cut_matrices=self.hyper.cut_matrices,
         )
         self._threads.resources.callback(self.runner.forget)
 
@@ -253,6 +254,8 @@ class GpuWorker:
 
     def _start(self) -> None:
         release_team()  # the calling thread's OpenMP team; from here on, only the compute thread needs one
+        if not self.device.is_cuda:
+            compute_on_cpu()
         others = (*self._feed.loops, *self._grads.loops, self._states.run)
         self._threads.start(others, niceness=0 if self.device.is_cuda else NICENESS_BESIDE_COMPUTE)
         self._threads.start((self._run_compute,))
@@ -313,12 +316,21 @@ class GpuWorker:
         config, plan, stage = self.partition.model.config, self.context.plan, self.context.stage
         if 0 < stage.first < self.partition.head:
             self.runner.require_independent_calls()
+        is_cut = self.hyper.cut_matrices is not None
+        if is_cut and self.context.layout.divisible_names != self.partition.layout.divisible_names:
+            raise UnsupportedArchitectureError(
+                "the job was prepared by an earlier version, which did not note which matrices can be cut; submit it "
+                "again, or with cut_matrices off"
+            )
+        all_choices = set(plan.layer_activations) or {RECOMPUTE_ALL}
         if plan.streamed_blocks:
-            check_architecture(config, set(plan.layer_activations) or {RECOMPUTE_ALL}, True)
-        choices = set(plan.layer_activations) - {RECOMPUTE_ALL}
+            check_architecture(config, all_choices, True, is_cut, plan.streams_ends)
+        choices = all_choices - {RECOMPUTE_ALL}
+        # The job's preparation has checked the default choice, with whole matrices.
+        if is_cut or choices:
+            check_architecture(config, all_choices if is_cut else choices, False, is_cut)
         if not choices:
-            return  # the job's preparation has checked this default
-        check_architecture(config, choices)
+            return
         shapes = self.dataset.largest_shapes(self.hyper.batch_size, self.hyper.num_microbatches)
         try:
             require_activation_room(self.context, self.runner, shapes[: plan.group_size])
@@ -403,25 +415,26 @@ class GpuWorker:
         grads = self._grad_buffers(operation) if operation.goes_backward else {}
         received = self._receive(operation)
         self._launched.append(message)
-        operation.begun = compute.record()
-        for fetch in fetches:
-            self._feed.round_master(fetch)
-        compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads, received))
-        del received
-        operation.computed = compute.record()
-        self._shared.send_params(message, flats[message.block])
-        for fetch in fetches:
-            self._feed.release(fetch)
-        if operation.goes_backward:
-            self._grads.end_lanes(message)
-        if operation.goes_backward and operation.is_last:
-            sums_of_others = self._shared.received_sums(message)
-            self._grads.complete(message.block, functools.partial(self._sum_squares, operation), sums_of_others)
-            self._grads.hand_over(message, functools.partial(self._shared.send_sum, message))
-        elif operation.goes_backward:
-            self._grads.queue_partial_sums(message)
-        compute.run(operation.download)
-        operation.ended = compute.record()
+        with compute.turn():
+            operation.begun = compute.record()
+            for fetch in fetches:
+                self._feed.round_master(fetch)
+            compute.run(functools.partial(self._computation.compute, operation, self._batch, flats, grads, received))
+            del received
+            operation.computed = compute.record()
+            self._shared.send_params(message, flats[message.block])
+            for fetch in fetches:
+                self._feed.release(fetch)
+            if operation.goes_backward:
+                self._grads.end_lanes(message)
+            if operation.goes_backward and operation.is_last:
+                sums_of_others = self._shared.received_sums(message)
+                self._grads.complete(message.block, functools.partial(self._sum_squares, operation), sums_of_others)
+                self._grads.hand_over(message, functools.partial(self._shared.send_sum, message))
+            elif operation.goes_backward:
+                self._grads.queue_partial_sums(message)
+            compute.run(operation.download)
+            operation.ended = compute.record()
         if operation.is_sent:
             self._send_results(operation)
         compute.then(working_at(message, functools.partial(self._has_ended, operation)))

@@ -358,17 +358,21 @@ def piece_bounds(context: CoreContext) -> dict[BlockIndex, tuple[int, ...]]:
         PlanError: the params of one module lie in more pieces than there are piece buffers.
     """
     streamed = [BlockIndex(block) for block in context.plan.streamed_blocks]
-    layers = [context.layout.blocks[block].decay_numels_by_module for block in streamed]
-    bounds = dict(zip(streamed, cut_layers(layers), strict=True))
+    cut_matrices = context.spec.training.cut_matrices
+    layers = [context.layout.blocks[block].part_numels_by_module(cut_matrices) for block in streamed]
+    bounds, ends = dict(zip(streamed, cut_layers(layers), strict=True)), (0, len(context.layout.blocks) - 1)
     for block, modules in zip(streamed, layers, strict=True):
         stop = 0
-        for module in modules:
+        for module, matrices in zip(modules, context.layout.blocks[block].part_numels_by_module(None), strict=True):
             start, stop = stop, stop + sum(module)
+            if len(matrices) == 1:
+                continue  # if it lies in several pieces, it is computed in parts, one after the other
             num_pieces = sum(low < stop and start < high for low, high in itertools.pairwise(bounds[block]))
             if num_pieces > NUM_PIECE_BUFFERS:
                 raise PlanError(
                     f"block {block} cannot be streamed: a module of it holds params in {num_pieces} pieces and uses "
-                    f"them at once, and there are {NUM_PIECE_BUFFERS} buffers; leave it out of streamed_blocks"
+                    f"them at once, and there are {NUM_PIECE_BUFFERS} buffers; leave "
+                    f"{'streams_ends out' if block in ends else 'it out of streamed_blocks'}"
                 )
     return bounds
 

@@ -32,6 +32,7 @@ def device_need_of_job(context: JobContext, partition: Partition, *, device: str
         num_ahead=spec.effective_ordering.max_prefetched,
         max_tokens=evaluation_batch_size(spec) * hyper.sequence_length,
         head_slices=hyper.head_slices,
+        cut_matrices=hyper.cut_matrices,
         evaluation_shapes=evaluation_shapes(spec) if spec.has_validation else (),
         on_gpu=device != "cpu",
         layout=context.layout,

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from windlass.actors.worker_policy import ChunkQueue, QueuedChunk, QueueOrder
+from windlass.engine.device import release_team_beside_compute
 from windlass.storage.cancellation import CancelToken, TaskQueue
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
@@ -136,6 +137,7 @@ class ChunkPipeline(Generic[_Item]):
             self._io.works_at(chunk.item)
             self._record(self._queue.updating)
             self._io.update_chunk(chunk.item, begun.slot)
+            release_team_beside_compute()
             self._record(self._queue.updated)
             if chunk.is_resident:
                 self._done(chunk)

@@ -1,6 +1,7 @@
 """Starts the actors of a job by name. Each imports only the modules that it needs: an SSD server never loads torch."""
 
 import functools
+import gc
 import importlib
 import logging
 from dataclasses import dataclass
@@ -96,6 +97,23 @@ def start_actor(
     Raises:
         GpuUnusableError: PyTorch cannot use that GPU.
     """
+    actor = _make_actor(name, context, commit, send, space=space, uses_gpu=uses_gpu, local=local)
+    # What exists by now stays, above all the modules. Python's collector of cycles would look at all of it again and
+    # again, for 0.2 s of a GPU worker's process, in which no thread of it runs Python code.
+    gc.freeze()
+    return actor
+
+
+def _make_actor(
+    name: ActorName,
+    context: JobContext,
+    commit: CommitRecord | None,
+    send: Any,
+    *,
+    space: JobSpace | None,
+    uses_gpu: bool,
+    local: LocalOptions | None,
+) -> Any:
     kind, index = kind_of(name), index_of(name)
     if kind is ActorKind.SSD_SERVER:
         from windlass.actors.ssd import SsdServer
@@ -146,6 +164,7 @@ def stop_actor(name: ActorName, actor: Any, *, is_over: bool) -> None:
     Raises:
         TimeoutError: a thread of the actor hangs.
     """
+    gc.unfreeze()
     if kind_of(name) is ActorKind.SSD_SERVER:
         actor.stop(delete_store=is_over)
     else:

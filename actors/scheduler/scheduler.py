@@ -489,7 +489,8 @@ class Scheduler:
         self._decisions.append(decision)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
+        """Sends instructions, and records what has ended after that, because it takes some milliseconds."""
+        for action in sorted(actions, key=lambda action: isinstance(action, EndStep)):
             if isinstance(action, DecideCommit):
                 raise AssertionError(f"step {action.step} must be decided before anything that follows from it")
             if isinstance(action, EndStep):

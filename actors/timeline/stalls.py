@@ -126,9 +126,12 @@ def stalls_of(
                 rest = Stall.OTHER_BOX
             case _:
                 rest = Stall.ACTIVATIONS
-        for cause, when in [*causes, (rest, left)]:
-            seconds = length(intersect(left, when))
-            left = subtract(left, when)
+        shares = list[tuple[Stall, float]]()
+        for cause, when in causes:
+            if when and left:
+                shares.append((cause, length(intersect(left, when))))
+                left = subtract(left, when)
+        for cause, seconds in (*shares, (rest, length(left))):
             stalls[cause] += seconds
             if cause is Stall.OTHER_BOX and awaited != NO_BOX:
                 by_box[awaited] += seconds

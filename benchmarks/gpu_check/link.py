@@ -26,6 +26,7 @@ from tests.support.training import has_direct_io, keep_calibration
 from windlass.actors.job import calibrated
 from windlass.amounts import GB, GIB
 from windlass.engine.device import Device, TensorArena, copy, memory_node
+from windlass.engine.linear_parts import Columns
 from windlass.planner.profiling.measure_machine import MachineRates
 from windlass.planner.profiling.measure_machine import measure as measure_rates
 from windlass.storage.cancellation import CancelToken
@@ -36,6 +37,10 @@ _ARENA_NBYTES = 4 * GIB
 _TINY_ARENA_NBYTES = 64 << 20
 _PIECE_NBYTES = 32 << 20  # of one copy: a chunk of bf16 params
 _MAX_ON_DEVICE = 32  # pieces, each way
+# A matrix of which columns are copied to the device: bytes of its rows, their largest number, and bytes of a row that
+# are copied. So many columns of bf16 params have parts of 2**20 to 2**27 elements, with 16384 rows.
+_ROW_NBYTES, _MAX_ROWS = 32 << 10, 16384
+_COLUMNS_NBYTES = (128, 512, 2048, 8192, 16384)
 _ARENA_OF_MANY_NBYTES = 2 * _MAX_ON_DEVICE * _PIECE_NBYTES  # of each device, where there are several
 _WAYS = {"h2d": ("h2d",), "d2h": ("d2h",), "duplex": ("h2d", "d2h")}
 _NUM_LAUNCHES = 1000
@@ -113,6 +118,7 @@ def _link(setting: Setting) -> dict[str, float]:
             **rates,
             "create_s_per_gib": link.create_s_per_gib,
             "register_s_per_gib": link.register_s_per_gib,
+            **link.column_rates(),
             **_latencies(link.device),
         }
 
@@ -158,6 +164,7 @@ class _Link:
         self, device: Device, memory: torch.Tensor, *, create_s_per_gib: float, register_s_per_gib: float
     ) -> None:
         self.device, self.create_s_per_gib, self.register_s_per_gib = device, create_s_per_gib, register_s_per_gib
+        self._memory = memory
         host = torch.split(memory, _PIECE_NBYTES)
         self._num_pieces = half = min(len(host) // 2, _MAX_ON_DEVICE)
         on_device = [device.empty(_PIECE_NBYTES) for _ in range(2 * half)]
@@ -178,6 +185,21 @@ class _Link:
         for stream, _ in queued:
             stream.record().wait()
         return time.perf_counter() - start_s
+
+    def column_rates(self) -> dict[str, float]:
+        """Returns GB/s of copies of columns to the device, by the bytes of a row that are copied."""
+        num_rows = min(_MAX_ROWS, self._memory.nbytes // _ROW_NBYTES)
+        rates = {}
+        for nbytes in _COLUMNS_NBYTES:
+            columns = Columns(offset=0, num_rows=num_rows, width=_ROW_NBYTES, start=nbytes, stop=2 * nbytes)
+            target = self.device.empty(columns.numel)
+            self.device.h2d.wait(self.device.compute.record())
+            load = partial(columns.load, target, self._memory, 0)
+            taken_s = _median_s(
+                partial(self.device.h2d.run, load), _NUM_REPEATS, after=lambda: self.device.h2d.record().wait()
+            )
+            rates[f"columns_of_{nbytes}_bytes_gb_per_s"] = columns.numel / GB / taken_s
+        return rates
 
 
 @contextlib.contextmanager

@@ -72,6 +72,9 @@ _BUDGET_NBYTES = 2 * GIB
 _SLICE_TOKENS, _PIECE_TOKENS = 64, 24
 _PRODUCT_ROWS = 32  # of the part of a slice's gradient that is made at once
 
+# Largest number of elements of a part of a matrix, where matrices are cut. A layer's have 2048 to 8192.
+_CUT_NUMEL = 1800
+
 # Micro-batches, tied, kernels of the model, largest norm.
 _Settings = tuple[int, bool, tuple[ModelKernel, ...], float | None]
 
@@ -96,6 +99,7 @@ class Variant:
     num_boxes: int = 1
     group_size: int | None = None
     clip_norm: float | None = None
+    cut_matrices: int | None = None
 
     @property
     def reference(self) -> _Settings:
@@ -110,6 +114,7 @@ class Variant:
         parts += ["streamed"] * self.is_streamed + ["a sliced head"] * self.is_sliced + list(self.model_kernels)
         parts += [f"{self.lanes} lanes"] * (self.lanes > 1) + [f"{self.num_ranks} workers"] * (self.num_ranks > 1)
         parts += [f"{self.num_boxes} boxes"] * (self.num_boxes > 1) + ["clipped"] * (self.clip_norm is not None)
+        parts += ["cut matrices"] * (self.cut_matrices is not None)
         return ", ".join(parts)
 
     def placed(self, spec: JobSpec, num_blocks: int, device: str) -> JobSpec:
@@ -156,8 +161,8 @@ class Differences:
 def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
     """Returns every choice for activations. The other settings vary from one to the next, and over the precisions.
 
-    Then follow the same choices with streamed layers, where states are on the SSDs, and one with a sliced head. With
-    `compiles`, the last has a kernel compiled for the device.
+    Then follow the same choices with streamed layers, where states are on the SSDs, and one with a sliced head. Further
+    ones have cut matrices. With `compiles`, the last has a kernel compiled for the device.
     """
     first = list(Precision).index(precision) * len(ACTIVATIONS)
     plain = [
@@ -177,7 +182,8 @@ def variants(precision: Precision, *, compiles: bool) -> list[Variant]:
     streamed = [dataclasses.replace(each, is_streamed=True) for each in plain if each.place == "SSD"]
     compiled = dataclasses.replace(plain[0], place="device", kernel=None, num_microbatches=1)
     sliced = dataclasses.replace(plain[0], is_sliced=True, num_microbatches=1)
-    return [*plain, *streamed, sliced, *([compiled] if compiles else [])]
+    cut = [dataclasses.replace(each, cut_matrices=_CUT_NUMEL) for each in (plain[0], *streamed)]
+    return [*plain, *streamed, sliced, *cut, *([compiled] if compiles else [])]
 
 
 def several(precision: Precision) -> list[Variant]:
@@ -358,6 +364,7 @@ def _train(variant: Variant, folder: Path, setting: Setting, waits: HostWaits) -
         lanes=variant.lanes,
         num_ranks=variant.num_ranks,
         clip_norm=variant.clip_norm,
+        cut_matrices=variant.cut_matrices,
     )
     partition = make_partition(spec)
     num_blocks = len(partition.layout.blocks)

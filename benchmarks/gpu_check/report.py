@@ -238,6 +238,7 @@ def _parity_tables(results: list[Result]) -> list[str]:
             cells["activations"] += ", to SSD" if run["swaps_to_ssd"] else ""
             cells["place"] += ", in pieces" if run["is_streamed"] else ""
             cells["activations"] += ", head in slices" if run.get("is_sliced") else ""
+            cells["place"] += ", cut matrices" if run.get("cut_matrices") else ""
             cells["place"] += ", clipped" if run.get("clip_norm") else ""
             several = (("lanes", "lanes"), ("num_ranks", "workers a box"), ("num_boxes", "boxes"))
             cells["num_microbatches"] += "".join(f", {run[key]} {word}" for key, word in several if run.get(key, 1) > 1)

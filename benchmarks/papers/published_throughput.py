@@ -182,6 +182,7 @@ def planned_job(
         hardware=hardware,
         training=training,
         chooses_microbatches=True,
+        chooses_cut=True,
         num_ranks=num_gpus,
         num_optimizers=num_gpus,
     )

@@ -12,6 +12,8 @@ worked.
 The plan is that of a job with enough host memory. Without clipping, gradients of a third of the blocks have space while
 they wait for their updates.
 
+Last, half of the layers have their states in host memory: the first ones, or every second one (`places.py`).
+
 Source: AutoHete, section 3.3.
 """
 
@@ -25,6 +27,7 @@ from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.machine import num_cores
 from benchmarks.reporting.report import Report, parse_options, spread
 from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result
+from benchmarks.scheduler.places import add_places, first_over_spread, measure_places
 from benchmarks.scratch_folder import scratch_folder
 from benchmarks.step import describe
 from windlass.actors.timeline import COMPUTE
@@ -168,6 +171,7 @@ def main() -> None:
         reference, free = bench.reference(compute_s)
         results = {case: bench.measure(case, reference) for case in cases(quick=options.quick)}
         simulated = {case: bench.simulate(case, reference) for case in results}
+        places, simulated_places = measure_places(bench, reference, workload.shape.num_layers)
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in free.busy_s.items())
     report.add(
         f"Without throttles a step takes {free.mean_step_s:.2f} s (busy: {busy}) and moves "
@@ -183,7 +187,11 @@ def main() -> None:
         "can be better: there the ratio shows how far runs differ by themselves. The simulator runs the same policy on",
         "the throttles' rates and, for what is not throttled, on those measured without throttles.",
     )
-    report.finish(ratios_of(results, reference, simulated))
+    add_places(report, places, simulated_places)
+    ratios = {
+        f"first_over_spread{'_clipped' * clips}": first_over_spread(places, clips=clips) for clips in (False, True)
+    }
+    report.finish(ratios_of(results, reference, simulated) | ratios)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ def main() -> None:
         )
         config = config_of_shape(shape, num_tokens=SEQUENCE_LENGTH)
         training = TrainingConfig(batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, total_steps=NUM_STEPS)
-        question = PlanQuestion(config=config, hardware=BOX, training=training, chooses_microbatches=True)
+        question = PlanQuestion(
+            config=config, hardware=BOX, training=training, chooses_microbatches=True, chooses_cut=True
+        )
         profiles = Profiles(question)
         for ram_gib in RAM_GIB:
             cells = [_hours(question, profiles, ram_gib=ram_gib, num_ssds=num_ssds) for num_ssds in NUM_SSDS]

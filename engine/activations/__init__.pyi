@@ -8,6 +8,7 @@ from windlass.engine.activations.operator_costs import OperatorCost as OperatorC
 from windlass.engine.activations.operator_costs import list_operators as list_operators
 from windlass.engine.activations.saved_graph import BorrowedParams as BorrowedParams
 from windlass.engine.activations.selective_recompute import Layer as Layer
+from windlass.engine.activations.selective_recompute import as_one_operator as as_one_operator
 from windlass.engine.activations.selective_recompute import generators_of as generators_of
 from windlass.engine.activations.selective_recompute import storage_ref as storage_ref
 from windlass.engine.activations.selective_recompute import tensors_in as tensors_in

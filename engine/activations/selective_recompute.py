@@ -10,7 +10,8 @@ that the block's policy holds. In the second pass the n-th operator is the same 
 Both passes run with gradients enabled, because operators choose their kernels by that.
 
 A Python autograd function may launch its own kernels. Their reads and in-place writes are not visible here. So for a
-block with such a function copies are held, and all other outputs are recomputed.
+block with such a function copies are held, and all other outputs are recomputed. One that sets `is_one_operator` calls
+nothing but `as_one_operator` in its forward pass, and so is seen like an operator.
 """
 
 import functools
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from windlass.engine.activations.saved_tensors import SwappedView, UnitSwaps
 from windlass.engine.memory_plan import ATTENTION, LEAST_SWAPPED_NBYTES, BlockActivations, Place
@@ -118,6 +119,34 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
+class _Standing:
+    """A function that a mode calls in place of an operator. The mode does not see the operators in it."""
+
+    def __init__(self, operator: Any, compute: Callable[[], torch.Tensor]) -> None:
+        self.overloadpacket = operator.overloadpacket  # for those that count FLOPs
+        self._compute = compute
+
+    def __call__(self, *_: Any) -> torch.Tensor:
+        return self._compute()
+
+
+def as_one_operator(operator: Any, compute: Callable[[], torch.Tensor], *args: Any) -> torch.Tensor:
+    """Returns what `compute` computes. A mode that intercepts operators sees a call of `operator` with `args` instead.
+
+    So its output can be held, and where it is, nothing is computed. `compute` must return a new tensor.
+    """
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, OperatorMode) and not mode.paused]
+    if not modes:
+        return compute()
+    (mode,) = modes
+    mode.paused = True
+    try:
+        output: torch.Tensor = mode.operator(facts_of(operator), _Standing(operator, compute), args, {})
+    finally:
+        mode.paused = False
+    return output
+
+
 class Names(OperatorMode):  # type: ignore[no-untyped-call]
     """Records for each storage the operator that made it, and the number of the call."""
 
@@ -209,11 +238,16 @@ def has_python_function(output: torch.Tensor) -> bool:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_one_operator(node):
             return True
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
     return False
+
+
+def is_one_operator(node: Any) -> bool:
+    """Checks whether a node of a Python autograd function computes its forward pass by `as_one_operator`."""
+    return getattr(node._forward_cls, "is_one_operator", False)
 
 
 def _unpack_nothing(packed: Any) -> torch.Tensor:

@@ -13,11 +13,14 @@ from windlass.engine.device.device_choice import with_index as with_index
 from windlass.engine.device.dtypes import TORCH_DTYPE as TORCH_DTYPE
 from windlass.engine.device.dtypes import state_dtype as state_dtype
 from windlass.engine.device.malloc import retain_freed_memory as retain_freed_memory
+from windlass.engine.device.openmp import compute_on_cpu as compute_on_cpu
 from windlass.engine.device.openmp import release_team as release_team
+from windlass.engine.device.openmp import release_team_beside_compute as release_team_beside_compute
 from windlass.engine.device.overlaid_buffers import OverlaidBuffers as OverlaidBuffers
 from windlass.engine.device.param_loader import BlockLoad as BlockLoad
 from windlass.engine.device.param_loader import OnArrival as OnArrival
 from windlass.engine.device.param_loader import ParamLoader as ParamLoader
+from windlass.engine.device.registered_memory import registration_cuts as registration_cuts
 from windlass.engine.device.streams import Event as Event
 from windlass.engine.device.streams import StartThreads as StartThreads
 from windlass.engine.device.streams import Stream as Stream

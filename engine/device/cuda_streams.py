@@ -3,6 +3,7 @@
 One thread for each stream waits for events and runs callbacks. The wait blocks in the driver, without the GIL.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -99,6 +100,10 @@ class CudaStream:
     def record(self) -> Event:
         """See Stream."""
         return CudaEvent(self._stream, self._clock)
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """See Stream."""
+        return contextlib.nullcontext()
 
     def then(self, callback: Callable[[], None]) -> None:
         """See Stream."""

@@ -63,14 +63,20 @@ def unregister(memory: torch.Tensor) -> bool:
 def within_parts(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields pairs of equal pieces of two flat tensors, one of them on the host, so that each is within one part."""
     host = target if target.device.type == "cpu" else source
-    start, cuts = host.data_ptr(), _cuts
-    first, last = bisect.bisect_right(cuts, start), bisect.bisect_left(cuts, start + host.nbytes)
-    if first >= last:
+    start = host.data_ptr()
+    cuts = registration_cuts(start, start + host.nbytes)
+    if not cuts:
         yield target, source
         return
-    bounds = [0, *((cut - start) // host.itemsize for cut in cuts[first:last]), host.numel()]
+    bounds = [0, *((cut - start) // host.itemsize for cut in cuts), host.numel()]
     for begin, end in itertools.pairwise(bounds):
         yield target[begin:end], source[begin:end]
+
+
+def registration_cuts(start: int, stop: int) -> tuple[int, ...]:
+    """Returns the addresses between two others at which one part of registered memory ends and the next begins."""
+    cuts = _cuts
+    return cuts[bisect.bisect_right(cuts, start) : bisect.bisect_left(cuts, stop)]
 
 
 def _change_cuts(*, add: Sequence[int] = (), remove: Sequence[int] = ()) -> None:

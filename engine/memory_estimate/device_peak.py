@@ -47,6 +47,7 @@ def device_need(
     num_ahead: int,
     max_tokens: int,
     head_slices: HeadSlices,
+    cut_matrices: int | None = None,
     evaluation_shapes: Sequence[tuple[int, int]] = (),
     on_gpu: bool = False,
     layout: ModelLayout | None = None,
@@ -65,6 +66,7 @@ def device_need(
         num_ahead: operations whose params may be prefetched (`Ordering.max_prefetched`).
         max_tokens: the largest number of tokens of any micro-batch, evaluations included; sizes the buffers.
         head_slices: the way in which the head goes over tokens.
+        cut_matrices: as in the job's `TrainingConfig`.
         evaluation_shapes: (examples, tokens) of the micro-batches of an evaluation's group.
         on_gpu: the job runs on a GPU, whatever device the facts are for.
         layout: as the job's box sees it; None: the box has all blocks.
@@ -85,6 +87,7 @@ def device_need(
             grad_precision=grad_precision,
             is_summed=num_microbatches > 1,
             head_slices=head_slices,
+            cut_matrices=cut_matrices,
         )
         return _of_box(facts.needs(choices if train else {}, passes), layout)
 
@@ -113,7 +116,8 @@ def device_need(
     rounded = rounded_numel(formats, layout.chunk_numel, resident=plan.device_blocks, on_gpu=on_gpu)
     batch_nbytes = sum(2 * _TOKEN_NBYTES * num_examples * num_tokens for num_examples, num_tokens in shapes)
     return DeviceNeed(
-        params_nbytes=_params_numel(layout, numels, plan, num_ahead, formats) * formats.precision.itemsize,
+        params_nbytes=_params_numel(layout, numels, plan, num_ahead, formats, cut_matrices)
+        * formats.precision.itemsize,
         grads_nbytes=sum(numel * itemsize * number for (numel, itemsize), number in grads.items())
         + sum(layout.blocks[block].numel for block in layout.lent) * PARTIAL_GRAD_ITEMSIZE  # sums of another box
         + _streamed_grads_nbytes(
@@ -124,6 +128,7 @@ def device_need(
             in_fp32=in_fp32,
             is_summed=num_microbatches > 1,
             has_lanes=num_lanes > 1,
+            cut_matrices=cut_matrices,
         ),
         states_nbytes=sum(layout.blocks[block].numel for block in plan.device_blocks) * formats.update_itemsize,
         constants_nbytes=facts.buffers_nbytes
@@ -191,10 +196,11 @@ def _streamed_grads_nbytes(
     in_fp32: Collection[int],
     is_summed: bool,
     has_lanes: bool,
+    cut_matrices: int | None,
 ) -> int:
     """Returns the bytes of the memory in which gradients in pieces lie."""
     streamed = plan.grad_streamed_blocks
-    bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in streamed])
+    bounds = cut_layers([layout.blocks[block].part_numels_by_module(cut_matrices) for block in streamed])
     return streamed_grads_nbytes(
         numels,
         dict(zip(streamed, bounds, strict=True)),
@@ -207,10 +213,18 @@ def _streamed_grads_nbytes(
     )
 
 
-def _params_numel(layout: ModelLayout, numels: Sequence[int], plan: Plan, num_ahead: int, formats: Formats) -> int:
+def _params_numel(
+    layout: ModelLayout,
+    numels: Sequence[int],
+    plan: Plan,
+    num_ahead: int,
+    formats: Formats,
+    cut_matrices: int | None,
+) -> int:
     """Returns the elements of all buffers for params: whole blocks, unstreamed parts of streamed blocks, and pieces."""
-    bounds = cut_layers([layout.blocks[block].decay_numels_by_module for block in plan.streamed_blocks])
-    in_pieces = {block: cuts[-1] for block, cuts in zip(plan.streamed_blocks, bounds, strict=True)}
+    streamed = plan.streamed_blocks
+    bounds = cut_layers([layout.blocks[block].part_numels_by_module(cut_matrices) for block in streamed])
+    in_pieces = {block: cuts[-1] for block, cuts in zip(streamed, bounds, strict=True)}
     whole = [numel - in_pieces.get(block, 0) for block, numel in enumerate(numels)]
     buffers = param_buffers(
         param_buffer_numels(whole, ends_share=plan.ends_share_params),

@@ -74,6 +74,7 @@ class _Passes:
     is_summed: bool
     in_fp32: frozenset[int]
     head_slices: HeadSlices
+    cut_matrices: int | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +113,7 @@ class DryRun:
         grad_dtype: torch.dtype,
         is_summed: bool,
         head_slices: HeadSlices = HeadSlices.LARGE,
+        cut_matrices: int | None = None,
         device: str = "cpu",
         rehearsed: DryRunResult | None = None,
         sizes: SizeArithmetic | None = None,
@@ -124,6 +126,7 @@ class DryRun:
             grad_dtype: of gradients that are sent to the optimizer.
             is_summed: gradients are added to those of earlier micro-batches.
             head_slices: the way in which the head goes over tokens, as for a BlockRunner.
+            cut_matrices: as for a BlockRunner.
             device: the device type of the job, because operators choose their kernels by it.
             rehearsed: cached results for the partition; new ones are added.
             sizes: the numbers in which it counts bytes; None: plain integers.
@@ -136,9 +139,15 @@ class DryRun:
         self._rehearsed = DryRunResult() if rehearsed is None else rehearsed
         self._device = torch.device(device)
         self._store = _ImaginedStore(self._device)
-        self._head_slices = head_slices
+        self._head_slices, self._cut_matrices = head_slices, cut_matrices
         self._runner = BlockRunner(
-            partition, self._device, seed=0, activations=activations, store=self._store, head_slices=head_slices
+            partition,
+            self._device,
+            seed=0,
+            activations=activations,
+            store=self._store,
+            head_slices=head_slices,
+            cut_matrices=cut_matrices,
         )
         self._living = LiveStorageTracker(self._device, sizes)
         # Without the patch, a custom kernel of the model would get invalid addresses.
@@ -180,7 +189,16 @@ class DryRun:
     def _passes(self, num_examples: int, num_tokens: int, train: bool) -> _Passes:
         self._in_fp32 = self.summed_in_fp32(num_examples * num_tokens)
         in_fp32 = frozenset(self._in_fp32)
-        return _Passes(num_examples, num_tokens, train, self._grad_dtype, self._is_summed, in_fp32, self._head_slices)
+        return _Passes(
+            num_examples,
+            num_tokens,
+            train,
+            self._grad_dtype,
+            self._is_summed,
+            in_fp32,
+            self._head_slices,
+            self._cut_matrices,
+        )
 
     def _go_through(self, passes: _Passes) -> _Found:
         """Runs all operations whose results are not cached yet."""
@@ -322,7 +340,8 @@ class DryRun:
         for b in layout.shared[block]:
             numel = layout.blocks[b].numel
             flats[b] = torch.empty(numel, dtype=dtype, device=self._device)
-            touched = [param.name for param in layout.blocks[b].params] if self._is_summed else []
+            parts = layout.grad_parts(b, self._cut_matrices) if self._is_summed else []
+            touched = [name for name, *_ in parts]
             grad_dtype = torch.float32 if b in self._in_fp32 else self._grad_dtype
             grads[b] = _ImaginedSums(torch.empty(numel, dtype=grad_dtype, device=self._device), touched)
         self._runner.install(block, flats, grads if goes_backward else {})

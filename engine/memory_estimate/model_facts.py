@@ -26,6 +26,7 @@ class Passes:
     grad_precision: Precision  # of gradients that are sent to the optimizer
     is_summed: bool  # gradients are added to those of earlier micro-batches
     head_slices: HeadSlices = HeadSlices.LARGE
+    cut_matrices: int | None = None  # as in the job's `TrainingConfig`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ class TracedFacts:
             grad_dtype=TORCH_DTYPE[passes.grad_precision],
             is_summed=passes.is_summed,
             head_slices=passes.head_slices,
+            cut_matrices=passes.cut_matrices,
             device=self._device,
             rehearsed=self._results,
         )

@@ -24,6 +24,7 @@ from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffe
 from windlass.engine.memory_plan.buffer_counts import overlay_nbytes as overlay_nbytes
 from windlass.engine.memory_plan.buffer_counts import param_buffer_numels as param_buffer_numels
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
+from windlass.engine.memory_plan.buffer_counts import rounded_in_pieces as rounded_in_pieces
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import rounding_nbytes as rounding_nbytes
 from windlass.engine.memory_plan.buffer_counts import streamed_grads_nbytes as streamed_grads_nbytes
@@ -41,12 +42,15 @@ from windlass.engine.memory_plan.example_lengths import ExampleLengths as Exampl
 from windlass.engine.memory_plan.example_lengths import evaluation_shapes as evaluation_shapes
 from windlass.engine.memory_plan.example_lengths import tokens_in_words as tokens_in_words
 from windlass.engine.memory_plan.memory_tier import MemoryTier as MemoryTier
+from windlass.engine.memory_plan.param_slices import LEAST_CUT_NUMEL as LEAST_CUT_NUMEL
 from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL as NORM_ROW_NUMEL
 from windlass.engine.memory_plan.param_slices import NUM_PIECE_BUFFERS as NUM_PIECE_BUFFERS
 from windlass.engine.memory_plan.param_slices import NUM_REST_BUFFERS as NUM_REST_BUFFERS
+from windlass.engine.memory_plan.param_slices import column_bounds as column_bounds
 from windlass.engine.memory_plan.param_slices import cut_layers as cut_layers
 from windlass.engine.memory_plan.param_slices import grad_piece_numels as grad_piece_numels
 from windlass.engine.memory_plan.param_slices import largest_piece as largest_piece
+from windlass.engine.memory_plan.param_slices import row_bounds as row_bounds
 from windlass.engine.memory_plan.plan import ACTIVATION_PART_SLOTS as ACTIVATION_PART_SLOTS
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATION_SLOT_NBYTES
 from windlass.engine.memory_plan.plan import CACHED_BLOCKS as CACHED_BLOCKS

@@ -229,6 +229,17 @@ def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[i
     return tied.union(shared[-1] if is_sliced else ())
 
 
+def rounded_in_pieces(grad_streamed: Collection[int], summed_in_fp32: Collection[int], *, itemsize: int) -> list[int]:
+    """Returns the blocks whose gradients cannot leave in pieces: their sums would be rounded each time they go out.
+
+    Args:
+        grad_streamed: see `Plan.grad_streamed_blocks`.
+        summed_in_fp32: blocks whose gradients are always summed in fp32.
+        itemsize: bytes of an element of a gradient that leaves the device.
+    """
+    return sorted(set(grad_streamed).intersection(summed_in_fp32)) if itemsize < _FP32_NBYTES else []
+
+
 def rounding_nbytes(block_numels: Sequence[int], summed_in_fp32: Collection[int], *, itemsize: int) -> int:
     """Returns the bytes beside the buffers in which gradients are rounded in place.
 

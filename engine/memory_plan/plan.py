@@ -111,6 +111,9 @@ class Placement:
     host_blocks: tuple[int, ...] = ()  # blocks whose model states are resident in host memory
     device_blocks: tuple[int, ...] = ()  # blocks whose model states are resident on the device
     streamed_blocks: tuple[int, ...] = ()  # layers whose params are copied to the device in pieces, to save its memory
+    # Embedding and head are streamed, too: their params, and with `streams_grads` their gradients. Not if their states
+    # are resident on the device.
+    streams_ends: bool = False
     num_host_grad_blocks: int | None = None  # first blocks whose kept gradients stay in host memory; others' spill
     # Typical blocks whose gradients may wait for their update, if gradients are not kept; None: as many as fit.
     num_passing_blocks: int | None = None
@@ -122,7 +125,7 @@ class Placement:
     host_activation_nbytes: int = 0  # host memory for swapped activations, which is filled first
     ssd_activation_nbytes: int = 0  # space for swapped activations on all SSDs together, which is filled second
     num_grad_buffers: int = MAX_GRAD_BUFFERS  # blocks whose gradients may be on the device, in flight to the host
-    streams_grads: bool = False  # gradients of `streamed_blocks` leave the device in pieces, during their operation
+    streams_grads: bool = False  # gradients of streamed blocks leave the device in pieces, during their operation
     depths: QueueDepths = field(default_factory=QueueDepths)  # the sizes of buffers for data in flight
 
 
@@ -192,8 +195,8 @@ class Plan:
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
-    # Blocks whose params are copied to the device in pieces. While in use, they stay in slots of `params` or in
-    # `host_states`.
+    # Blocks whose params are copied to the device in pieces, with `streams_ends` also embedding and head. While in use,
+    # they stay in slots of `params` or in `host_states`.
     streamed_blocks: tuple[int, ...]
     spilled_blocks: tuple[int, ...]  # blocks whose kept gradients spill to the SSDs
     commit_every: int  # steps
@@ -216,6 +219,7 @@ class Plan:
     # Embedding and head have one buffer for their params on the device: one operates before and after all layers, the
     # other between them.
     ends_share_params: bool
+    streams_ends: bool  # embedding and head are among `streamed_blocks`, unless their states are on the device
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
     # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other
@@ -289,6 +293,11 @@ def make_plan(
     placement = placement or Placement()
     limit_nbytes = free_nbytes if host_memory_nbytes is None else host_memory_nbytes
     _check(model, placement, keep_grads)
+    if placement.streams_ends and (model.shared_blocks or crossings.num_lent_chunks):
+        raise PlanError(
+            "streams_ends is set, and blocks share params, such as embedding and head: these come to the device in "
+            "pieces only where each has its own; leave streams_ends out"
+        )
     _check_ranks(placement, num_ranks, num_microbatches)
     lanes = LaneDivision(num_lanes, num_microbatches)
     group_size = _group_size(placement, lanes, num_ranks)
@@ -450,7 +459,7 @@ def _choices(model: ModelSize, placement: Placement, *, keep_grads: bool, is_nai
     for depth in depths:
         choice = replace(choice, depth=depth)
         yield choice
-    if placement.streamed_blocks:
+    if _streamed(model, placement):
         choice = replace(choice, num_held_blocks=1)
         yield choice
     if placement.num_host_grad_blocks is None and _may_spill(placement, keep_grads=keep_grads):
@@ -498,7 +507,7 @@ def _num_held(model: ModelSize, placement: Placement, choice: _Choice) -> int:
     The GPU worker requests chunks in the order of operations. So a block without slots of its own waits only for
     earlier blocks, and there is no deadlock.
     """
-    streamed = map(model.num_chunks, set(placement.streamed_blocks).difference(placement.host_blocks))
+    streamed = map(model.num_chunks, set(_streamed(model, placement)).difference(placement.host_blocks))
     return sum(sorted(streamed)[-choice.num_held_blocks :])
 
 
@@ -540,21 +549,34 @@ def _group_size(placement: Placement, lanes: LaneDivision, num_ranks: int) -> in
     return min(placement.group_size or largest_group, largest_group)
 
 
-def _overlaid(model: ModelSize, placement: Placement) -> tuple[int, ...]:
-    """Returns the blocks whose gradients lie in the memory of those in pieces; see `Plan.grad_overlaid_blocks`."""
-    if not placement.streams_grads or not placement.streamed_blocks:
-        return ()
+def _ends(model: ModelSize, placement: Placement) -> tuple[int, ...]:
+    """Returns the embedding and the head, if this box has them and their states are not on the device."""
     ends = (model.blocks[0], model.blocks[-1])
     return tuple(block for block in ends if model.is_own(block) and block not in placement.device_blocks)
+
+
+def _streamed(model: ModelSize, placement: Placement) -> tuple[int, ...]:
+    """Returns the blocks whose params come in pieces; see `Plan.streamed_blocks`."""
+    return tuple(sorted((*placement.streamed_blocks, *(_ends(model, placement) if placement.streams_ends else ()))))
+
+
+def _overlaid(model: ModelSize, placement: Placement) -> tuple[int, ...]:
+    """Returns the blocks whose gradients lie in the memory of those in pieces; see `Plan.grad_overlaid_blocks`."""
+    if not placement.streams_grads or not placement.streamed_blocks or placement.streams_ends:
+        return ()
+    return _ends(model, placement)
 
 
 def _num_lane_sums(model: ModelSize, placement: Placement, lanes: LaneDivision, group_size: int) -> int:
     """Returns the slots of one GPU worker in `Plan.lane_sums`."""
     if not placement.streams_grads or lanes.num_lanes == 1:
         return 0
-    layers = placement.streamed_blocks if lanes.has_long_lane else ()
+    blocks = _streamed(model, placement)
+    if not lanes.has_long_lane:
+        # A lane's sum of the head waits between slices of a micro-batch, too. How many there are is not known here.
+        blocks = tuple(block for block in blocks if block == model.blocks[-1])
     others = _overlaid(model, placement) if lanes.most_lanes_in_group(group_size) > 1 else ()
-    return max(map(model.num_chunks, (*layers, *others)), default=0)
+    return max(map(model.num_chunks, (*blocks, *others)), default=0)
 
 
 def _lay_out(
@@ -639,7 +661,7 @@ def _lay_out(
         slot_nbytes=chunk * PARTIAL_GRAD_ITEMSIZE,
         num_slots=num_borrowed + min(num_lent, TRANSIT_DEPTH),
     )
-    overlaid = _overlaid(model, placement)
+    streamed, overlaid = _streamed(model, placement), _overlaid(model, placement)
     return Plan(
         params=params,
         grads=grads,
@@ -652,7 +674,7 @@ def _lay_out(
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),
-        streamed_blocks=tuple(sorted(placement.streamed_blocks)),
+        streamed_blocks=streamed,
         spilled_blocks=spilled,
         commit_every=placement.commit_every or (COMMIT_EVERY if in_memory else 1),
         group_size=group_size,
@@ -664,9 +686,10 @@ def _lay_out(
         num_staged_activations=num_staged,
         num_ssd_activations=num_ssd_activations,
         num_grad_buffers=placement.num_grad_buffers,
-        grad_streamed_blocks=tuple(sorted(placement.streamed_blocks)) if placement.streams_grads else (),
+        grad_streamed_blocks=streamed if placement.streams_grads else (),
         grad_overlaid_blocks=overlaid,
         ends_share_params=len(overlaid) == 2 and not model.shared_blocks,  # the head uses a tied embedding
+        streams_ends=placement.streams_ends,
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
         crossings=hidden_states,

@@ -30,11 +30,12 @@ from windlass.engine.activations import (
     list_operators,
 )
 from windlass.engine.lanes import LaneDivision
+from windlass.engine.linear_parts import CutEmbedding, CutLinear, MatrixParts, WholeMatrix
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, summed_in_fp32
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.model.fake_mode import fake_tensors
 from windlass.engine.model.fused_kernels import add_fused_loss
-from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSink
+from windlass.engine.model.grad_buffer import GradBuffer, GradSink, LaneSink, SliceSink
 from windlass.engine.model.head_slices import (
     IGNORED_TARGET,
     LossSums,
@@ -119,11 +120,12 @@ class BlockRunner:
         head_slices: HeadSlices = HeadSlices.LARGE,
         lanes: LaneDivision | None = None,
         kernels: Collection[ModelKernel] = (),
+        cut_matrices: int | None = None,
     ) -> None:
         """`activations`: policies of layers; by default a layer keeps its input and recomputes the rest.
 
         `lanes`: the lanes of a step; None if there is only one. `kernels`: those of the head are used; the caller
-        installs the others into the model.
+        installs the others into the model. `cut_matrices`: as in the job's `TrainingConfig`.
 
         Raises:
             ValueError: a policy is given for a block that is no layer, or swaps without a store.
@@ -141,13 +143,14 @@ class BlockRunner:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self._head_slices = head_slices
+        self._cut = {block.index: self._cut_modules(block.index, cut_matrices) for block in partition.layout.blocks}
         self._lanes = lanes
         self._has_fused_loss = ModelKernel.LIGER_CROSS_ENTROPY in kernels
         self._has_fp32_product = ModelKernel.FP32_PRODUCT in kernels
         self._epilogues: dict[torch.Size, EpilogueCalls] = {}  # of the running head, by the shape of the hidden state
         self._mode_on_call: Any = None
         self._params = BorrowedParams()
-        self._streamed: StreamedLayer | None = None  # the installed layer, if its params are streamed
+        self._streamed: StreamedLayer | None = None  # the installed block, if its params are streamed
         self._versions: dict[BlockIndex, int] = {}  # of the installed params when they were installed
         self._sinks: Mapping[BlockIndex, GradSink] = {}
         self._with_functions: set[BlockIndex] = set()  # layers that are known to have Python autograd functions
@@ -196,16 +199,20 @@ class BlockRunner:
     ) -> None:
         """Puts views of flat params into the modules that `block`'s operation uses. Gradients go to `grads`.
 
-        The matrices of a streamed layer are installed only while their own module runs.
+        The matrices of a streamed block are installed only while their own module runs.
         """
         self._params.flats = {b: flat for b, flat in flats.items() if isinstance(flat, torch.Tensor)}
         self._sinks = grads
         streamed = flats.get(block)
+        cut = self._cut[block]
+        sites = [site for site in self.partition.sites[block] if site.param.name not in cut]
         if isinstance(streamed, StreamedParams):
-            pieces = [site for site in self.partition.sites[block] if _is_in_pieces(site, flats)]
+            pieces = [site for site in sites if _is_in_pieces(site, flats)]
             self._streamed = StreamedLayer(block, streamed, pieces, goes_backward=bool(grads))
             self._params.streamed = self._streamed
-        for site in self.partition.sites[block]:
+        for site, module in cut.values():
+            module.install(self._matrix_of(site, flats))
+        for site in sites:
             if _is_in_pieces(site, flats):
                 continue
             flat, start = flats[site.block], site.param.offset
@@ -233,6 +240,8 @@ class BlockRunner:
         if self._streamed is not None:
             self._streamed.end()
         self._streamed = self._params.streamed = None
+        for _, module in self._cut[block].values():
+            module.remove()
         self._params.flats, self._sinks = {}, {}
         for site in self.partition.sites[block]:
             site.module._parameters[site.attribute] = site.placeholder
@@ -242,8 +251,44 @@ class BlockRunner:
             param = site.module.get_parameter(site.attribute)
             if param is not site.placeholder:
                 self._require_grad(site, param)
+        for _, module in self._cut[block].values():
+            module.require_grad()
         if self._streamed is not None:
             self._streamed.on_param = self._require_grad
+
+    def _cut_modules(
+        self, block: BlockIndex, cut_matrices: int | None
+    ) -> dict[str, tuple[ParamSite, CutLinear | CutEmbedding]]:
+        """Returns the modules of a block that are computed in parts, by the name of their matrix."""
+        cut: dict[str, tuple[ParamSite, CutLinear | CutEmbedding]] = {}
+        if cut_matrices is None:
+            return cut
+        in_place = block == self.partition.head and self._head_slices is HeadSlices.LARGE
+        for site in self.partition.sites[block]:
+            if not site.param.is_cut(cut_matrices):
+                continue
+            name, shape = site.param.name, (site.param.shape[0], site.param.shape[1])
+            parts, add_grad = list(site.param.parts(cut_matrices)), functools.partial(self._add_part, site.block)
+            if isinstance(site.module, nn.Embedding):
+                cut[name] = site, CutEmbedding(site.module, shape, parts, add_grad)
+                continue
+            add_product = functools.partial(self._add_product, site.block) if in_place else None
+            linear = CutLinear(site.module, shape, parts, add_grad, cut_matrices=cut_matrices, add_product=add_product)
+            cut[name] = site, linear
+        return cut
+
+    def _matrix_of(self, site: ParamSite, flats: Mapping[BlockIndex, torch.Tensor | StreamedParams]) -> MatrixParts:
+        flat = flats[site.block]
+        if isinstance(flat, StreamedParams):
+            assert self._streamed is not None, "the layer is installed"
+            return self._streamed.matrix(site)
+        return WholeMatrix(flat[site.param.offset : site.param.offset + site.param.numel].view(site.param.shape))
+
+    def _add_part(self, block: BlockIndex, name: str, offset: int, grad: torch.Tensor) -> None:
+        self._sinks[block].add(name, offset, grad)
+
+    def _add_product(self, block: BlockIndex, name: str, offset: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        self._sinks[block].add_product(name, offset, left, right, in_fp32=self._has_fp32_product)
 
     def _require_grad(self, site: ParamSite, param: nn.Parameter) -> None:
         param.requires_grad_(True)
@@ -363,7 +408,13 @@ class BlockRunner:
             with projections_in_place(sites, self._sinks, in_fp32=self._has_fp32_product):
                 for m, target in enumerate(targets):
                     self._begin_microbatch(step, m, self.partition.head, is_last=m + 1 == len(targets))
-                    grad = self._head_of_microbatch(hidden_states[m], target, sums, loss_scale if train else None)
+                    grad = self._head_of_microbatch(
+                        hidden_states[m],
+                        target,
+                        sums,
+                        loss_scale if train else None,
+                        ends_operation=m + 1 == len(targets),
+                    )
                     if train:
                         self.grads.append(grad)
                         self._end_microbatch(m)
@@ -460,7 +511,8 @@ class BlockRunner:
     # Separate functions, so that no local variable keeps one micro-batch's tensors while the next is computed.
 
     def _backward_of_prologue(self, microbatch: int, ids: torch.Tensor) -> None:
-        hidden, _ = self._prologue(ids)
+        with self._params.noted_by_place(ids):
+            hidden, _ = self._prologue(ids)
         torch.autograd.backward(hidden, self.grads[microbatch])
         self.grads[microbatch] = torch.empty(0)
 
@@ -493,10 +545,18 @@ class BlockRunner:
     def _begin_microbatch(self, step: int, microbatch: int, block: int, *, is_last: bool) -> None:
         self._seed(step, microbatch, block)
         if self._streamed is not None:
-            self._streamed.begin_microbatch(is_last=is_last)
+            self._streamed.begin_graph(is_last=is_last)
         for sink in self._sinks.values():
             if isinstance(sink, LaneSink):
                 sink.begin_microbatch(self.first_microbatch + microbatch)
+
+    def _begin_slice(self, *, is_last: bool, ends_operation: bool) -> None:
+        """Begins a slice of the head. `is_last`: of its micro-batch. `ends_operation`: no micro-batch follows, too."""
+        if self._streamed is not None:
+            self._streamed.begin_graph(is_last=ends_operation)
+        for sink in self._sinks.values():
+            if isinstance(sink, SliceSink):
+                sink.begin_slice(is_last=is_last)
 
     def _end_microbatch(self, microbatch: int) -> None:
         """Ends the lane of which a micro-batch is the last one."""
@@ -593,7 +653,13 @@ class BlockRunner:
         return logits
 
     def _head_of_microbatch(
-        self, hidden: torch.Tensor, target: torch.Tensor, sums: LossSums, loss_scale: float | None
+        self,
+        hidden: torch.Tensor,
+        target: torch.Tensor,
+        sums: LossSums,
+        loss_scale: float | None,
+        *,
+        ends_operation: bool,
     ) -> torch.Tensor:
         train = loss_scale is not None
         flat_hidden = hidden.reshape(1, -1, hidden.shape[-1])
@@ -604,6 +670,8 @@ class BlockRunner:
         own = sums if self._lanes is None else LossSums.nothing(sums.num_targets, self.device)
         for start in range(0, flat_target.numel(), size):
             stop = start + size
+            is_last = stop >= flat_target.numel()
+            self._begin_slice(is_last=is_last, ends_operation=is_last and ends_operation)
             slice_grad = self._head_of_slice(flat_hidden[:, start:stop], flat_target[start:stop], own, loss_scale)
             if train:
                 assert slice_grad is not None
@@ -618,7 +686,7 @@ class BlockRunner:
         """Computes one slice of the head. It is a separate function so that a slice's logits are freed at its end."""
         train = loss_scale is not None
         entering = hidden.detach().requires_grad_(train)
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), self._params.noted_by_place(entering):
             logits = self._epilogue(entering)
         edge = get_gradient_edge(logits) if train else None
         if self._has_fused_loss:

@@ -70,6 +70,8 @@ class GradBuffer:
 
     def finish(self, params: Sequence[tuple[str, int, int]]) -> None:
         """Zeroes tensors without a gradient, such as an expert without tokens. `params`: (name, offset, numel)."""
+        unknown = self.touched.difference(name for name, *_ in params)
+        assert not unknown, f"gradients of {sorted(unknown)[:3]}, which the job's layout does not have"
         for name, offset, numel in params:
             if name not in self.touched:
                 self.flat[offset : offset + numel].zero_()
@@ -158,3 +160,11 @@ class LaneSink(GradSink, Protocol):
 
     def end_lane(self) -> None:
         """Ends the lane of the micro-batch before, in a job with several lanes."""
+
+
+@runtime_checkable
+class SliceSink(LaneSink, Protocol):
+    """A sink that is told of the head's slices, because its sums move between them."""
+
+    def begin_slice(self, *, is_last: bool) -> None:
+        """Begins a slice of a micro-batch, which may reach all tensors again. `is_last`: none follows in it."""

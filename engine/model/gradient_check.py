@@ -49,6 +49,8 @@ _TINY_SIZES = {
     "rotary_dim": 16,
     "sliding_window": 8,
 }
+# Elements of the parts of a tiny model's matrices. Many rows and columns are no multiples of a part's.
+_CUT_NUMEL = 1000
 _NUM_MICROBATCHES = 2  # because the first one holds nothing in layers with Python autograd functions
 _SHAPE = (2, 16)  # examples, tokens
 _STORE_NBYTES = 64 * 2**20  # far more than a tiny model swaps; untouched memory costs nothing
@@ -82,13 +84,18 @@ def tiny_config(config: Any) -> Any:
 
 
 def check_architecture(
-    config: Any, choices: Collection[BlockActivations] = (RECOMPUTE_ALL,), is_streamed: bool = False
+    config: Any,
+    choices: Collection[BlockActivations] = (RECOMPUTE_ALL,),
+    is_streamed: bool = False,
+    is_cut: bool = False,
+    streams_ends: bool = False,
 ) -> None:
     """Raises UnsupportedArchitectureError if training block by block gives other gradients than plain autograd.
 
     `choices`: the policies to check, each for all layers. Several are checked, because a Python autograd function that
     keeps a tensor without `save_for_backward` may work with one policy and fail with another. `is_streamed`: the
-    layers' params come in pieces, and released buffers are filled with NaN.
+    layers' params come in pieces, and released buffers are filled with NaN. `is_cut`: matrices are computed in parts.
+    `streams_ends`: params of embedding and head come in pieces, too.
     """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     with_choice = ""
@@ -106,10 +113,21 @@ def check_architecture(
         for choice in choices:
             ways = [] if choice == RECOMPUTE_ALL else [f"activations {in_words(choice)}"]
             ways += ["streamed_blocks"] if is_streamed else []
+            ways += ["cut_matrices"] if is_cut else []
+            ways += ["streams_ends"] if streams_ends else []
             with_choice = f" with {' and '.join(ways)}" if ways else ""
             partition = Partition(build_meta_model(tiny, Precision.FP32))
             params = dict(model.named_parameters())
-            found = _gradients_with(choice, partition, params, batch, targets, is_streamed=is_streamed)
+            streamed = [block.index for block in partition.layout.blocks] if is_streamed else []
+            found = _gradients_with(
+                choice,
+                partition,
+                params,
+                batch,
+                targets,
+                streamed=streamed if streams_ends else streamed[1:-1],
+                cut_matrices=_CUT_NUMEL if is_cut else None,
+            )
             if (differing := _first_differing(expected, found)) is not None:
                 raise UnsupportedArchitectureError(
                     f"{name} is not supported{with_choice}: block by block it computes other gradients than as a "
@@ -215,10 +233,14 @@ def _gradients_with(
     batch: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     *,
-    is_streamed: bool = False,
+    streamed: Sequence[BlockIndex] = (),
+    cut_matrices: int | None = None,
     kernels: Collection[ModelKernel] = (),
 ) -> dict[str, torch.Tensor]:
-    """Returns the block runner's gradients with one policy for all layers, and with a store like a job's."""
+    """Returns the block runner's gradients with one policy for all layers, and with a store like a job's.
+
+    `streamed`: the blocks whose params come in pieces.
+    """
     memory = torch.empty(_STORE_NBYTES if choice.swaps else 0, dtype=torch.uint8)
     token = CancelToken(_DEADLINE_S)
     slots = SlotPool(0, ALIGNMENT_NBYTES, memory.nbytes // ALIGNMENT_NBYTES, name="activation slots", token=token)
@@ -226,8 +248,9 @@ def _gradients_with(
     store = HostActivations(device, TensorArena(memory), slots, max_leaving_nbytes=_STORE_NBYTES)
     layers = [BlockIndex(b) for b in range(1, len(partition.layers) + 1)]
     streams = None
-    if is_streamed:
-        streams = StreamedFlats(partition, layers, Device(batch[0].device, poison_released=True, token=token))
+    if streamed:
+        poisoning = Device(batch[0].device, poison_released=True, token=token)
+        streams = StreamedFlats(partition, streamed, poisoning, cut_matrices=cut_matrices)
     activations = dict.fromkeys(layers, choice)
     try:
         return block_gradients(
@@ -241,6 +264,7 @@ def _gradients_with(
             store=store,
             streams=streams,
             kernels=kernels,
+            cut_matrices=cut_matrices,
         )
     finally:
         token.cancel()
@@ -258,10 +282,19 @@ def block_gradients(
     store: ActivationStore | None = None,
     streams: StreamedFlats | None = None,
     kernels: Collection[ModelKernel] = (),
+    cut_matrices: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the gradients of one step, computed block by block. For models that fit in memory."""
     layout = partition.layout
-    runner = BlockRunner(partition, batch[0].device, seed, activations=activations, store=store, kernels=kernels)
+    runner = BlockRunner(
+        partition,
+        batch[0].device,
+        seed,
+        activations=activations,
+        store=store,
+        kernels=kernels,
+        cut_matrices=cut_matrices,
+    )
     grads = {
         block.index: GradBuffer(torch.empty(block.numel, dtype=torch.float32, device=batch[0].device))
         for block in layout.blocks
@@ -296,7 +329,7 @@ def block_gradients(
     result = {}
     for layout_block in layout.blocks:
         buffer = grads[layout_block.index]
-        buffer.finish([(p.name, p.offset, p.numel) for p in layout_block.params])
+        buffer.finish(layout.grad_parts(layout_block.index, cut_matrices))
         for param in layout_block.params:
             result[param.name] = buffer.flat[param.offset : param.offset + param.numel].view(param.shape)
     return result

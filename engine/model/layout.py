@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from windlass.engine.memory_plan import row_bounds
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
 
 # The base module of all models. transformers loads it when the first model is built, which takes a second or two.
@@ -32,6 +33,23 @@ class ParamSlice:
     offset: int  # in elements
     numel: int
     decay: bool  # has weight decay; False for norms and biases
+    is_divisible: bool = False  # the matrix of a linear layer or an embedding, which may be computed in parts
+
+    def is_cut(self, cut_matrices: int | None) -> bool:
+        """Returns whether the tensor is computed in parts. `cut_matrices`: as in the job's `TrainingConfig`."""
+        return self.is_divisible and cut_matrices is not None and self.numel > cut_matrices
+
+    def parts(self, cut_matrices: int | None) -> Iterator[tuple[str, int, int]]:
+        """Yields the parts of rows in which the tensor is computed: (name, offset in the flat vector, elements).
+
+        The only part of a whole tensor has the tensor's name.
+        """
+        if not self.is_cut(cut_matrices):
+            yield self.name, self.offset, self.numel
+            return
+        width = self.shape[1]
+        for start, stop in itertools.pairwise(row_bounds(self.shape, cut_matrices)):
+            yield f"{self.name}[{start}:{stop}]", self.offset + start * width, (stop - start) * width
 
 
 # Without slots, because its sums are kept: plans need them often.
@@ -53,12 +71,26 @@ class BlockLayout:
         """The elements with weight decay, which come first."""
         return sum(param.numel for param in self.params if param.decay)
 
+    def part_numels_by_module(self, cut_matrices: int | None) -> tuple[tuple[int, ...], ...]:
+        """Returns the elements of each part of parameters with weight decay, in order, grouped by module.
+
+        `cut_matrices`: as in the job's `TrainingConfig`.
+        """
+        if cut_matrices not in self._numels_by_cut:
+            decaying = (param for param in self.params if param.decay)
+            modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
+            self._numels_by_cut[cut_matrices] = tuple(
+                tuple(numel for param in params for *_, numel in param.parts(cut_matrices)) for _, params in modules
+            )
+        return self._numels_by_cut[cut_matrices]
+
     @cached_property
-    def decay_numels_by_module(self) -> tuple[tuple[int, ...], ...]:
-        """The elements of each parameter with weight decay, in order, grouped by module."""
-        decaying = (param for param in self.params if param.decay)
-        modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
-        return tuple(tuple(param.numel for param in params) for _, params in modules)
+    def _numels_by_cut(self) -> dict[int | None, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def parts(self, cut_matrices: int | None) -> list[tuple[str, int, int]]:
+        """Lists the parts of all parameters, each of which has a gradient of its own: (name, offset, elements)."""
+        return [part for param in self.params for part in param.parts(cut_matrices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +106,19 @@ class ModelLayout:
     hidden_size: int = 0  # elements of the hidden state of one token; 0: unknown
     own: frozenset[int] | None = None  # the blocks that have chunks here; None: all. See `of_blocks`
     lent: frozenset[int] = frozenset()  # of the own blocks: those whose params operations of other boxes use, too
+
+    def grad_parts(self, block: int, cut_matrices: int | None) -> list[tuple[str, int, int]]:
+        """Lists the tensors of a block that have a gradient of their own: (name, offset in the flat vector, elements).
+
+        These are the parts of matrices that are cut, and all other tensors. `cut_matrices`: as in the job's
+        `TrainingConfig`.
+        """
+        return self.blocks[block].parts(cut_matrices)
+
+    @property
+    def divisible_names(self) -> set[str]:
+        """The names of the tensors that may be computed in parts."""
+        return {param.name for block in self.blocks for param in block.params if param.is_divisible}
 
     def to_json(self) -> str:
         """Serializes the layout of a whole model for `from_json`."""

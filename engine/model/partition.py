@@ -8,6 +8,7 @@ Models that change the hidden state between layers, or that cannot be trained ex
 import contextlib
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
 
 from windlass.engine.device import TORCH_DTYPE
 from windlass.engine.model.layout import (
@@ -326,7 +328,7 @@ class Partition:
                 raise UnsupportedArchitectureError(
                     f"{self.name}: parameters of {name} are used outside its own forward"
                 )
-        no_decay = _norm_and_bias_names(self.model)
+        no_decay, divisible = _norm_and_bias_names(self.model), _divisible_names(self.model)
         owner: dict[int, tuple[BlockIndex, str]] = {}
         tied: dict[str, str] = {}
         blocks = []
@@ -343,7 +345,7 @@ class Partition:
                         own.append((name, param))
                     elif owner[id(param)][1] != name:
                         tied[name] = owner[id(param)][1]
-            blocks.append(_block_layout(index, self._block_name(b), own, no_decay))
+            blocks.append(_block_layout(index, self._block_name(b), own, no_decay, divisible))
         self._check_all_owned(owner)
         chunk = chunk_numel or choose_chunk_numel([block.numel for block in blocks])
         self.layout = ModelLayout(blocks=tuple(blocks), tied=tied, chunk_numel=chunk)
@@ -390,8 +392,26 @@ def _norm_and_bias_names(model: nn.Module) -> set[str]:
     return names
 
 
+def _divisible_names(model: nn.Module) -> set[str]:
+    """Returns the matrices of linear layers and embeddings that only their own module has, and computes as PyTorch."""
+    num_uses = Counter(
+        id(param) for module in model.modules() for param in module._parameters.values() if param is not None
+    )
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if _computes_plainly(module) and num_uses[id(module.weight)] == 1
+    }
+
+
+def _computes_plainly(module: nn.Module) -> bool:
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return type(module) in (nn.Linear, Conv1D)
+
+
 def _block_layout(
-    index: BlockIndex, name: str, params: list[tuple[str, nn.Parameter]], no_decay: set[str]
+    index: BlockIndex, name: str, params: list[tuple[str, nn.Parameter]], no_decay: set[str], divisible: set[str]
 ) -> BlockLayout:
     slices, offset = [], 0
     for param_name, param in sorted(params, key=lambda item: item[0] in no_decay):
@@ -402,6 +422,7 @@ def _block_layout(
                 offset=offset,
                 numel=param.numel(),
                 decay=param_name not in no_decay,
+                is_divisible=param_name in divisible,
             )
         )
         offset += param.numel()

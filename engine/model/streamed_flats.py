@@ -1,10 +1,11 @@
-"""Streams layers that are whole in memory in pieces, for the check of an architecture and for tests."""
+"""Streams blocks that are whole in memory in pieces, for the check of an architecture and for tests."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from windlass.engine.device import Device, Event, copy
+from windlass.engine.linear_parts import Columns
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, cut_layers, largest_piece
 from windlass.engine.model.partition import Partition
 from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
@@ -21,18 +22,24 @@ class _Whole:
         """See PieceSource."""
         copy(target, self._flat[start : start + target.numel()])
 
+    def load_columns(self, target: torch.Tensor, columns: Columns) -> None:
+        """See PieceSource."""
+        columns.load(target, self._flat, 0)
+
     def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
         """See PieceSource."""
 
 
 class StreamedFlats:
-    """Cuts layers of a model into pieces like a job, and has buffers for the pieces."""
+    """Cuts blocks of a model into pieces like a job, and has buffers for the pieces."""
 
-    def __init__(self, partition: Partition, layers: Sequence[BlockIndex], device: Device) -> None:
+    def __init__(
+        self, partition: Partition, streamed: Sequence[BlockIndex], device: Device, *, cut_matrices: int | None = None
+    ) -> None:
+        """`cut_matrices`: as in the job's `TrainingConfig`."""
         blocks = partition.layout.blocks
-        self._bounds = dict(
-            zip(layers, cut_layers([blocks[layer].decay_numels_by_module for layer in layers]), strict=True)
-        )
+        numels = [blocks[block].part_numels_by_module(cut_matrices) for block in streamed]
+        self._bounds = dict(zip(streamed, cut_layers(numels), strict=True))
         dtype = next(partition.model.parameters()).dtype
         numel = largest_piece(list(self._bounds.values()))
         self.buffers = PieceBuffers(device, numel, dtype, NUM_PIECE_BUFFERS)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from windlass.engine.device import Device, Event
+from windlass.engine.linear_parts import Columns
 from windlass.storage.ids import BlockIndex
 
 
@@ -19,11 +20,18 @@ class PieceBuffersHeldError(RuntimeError):
     """A layer needs more pieces of its params at once than there are buffers."""
 
 
+# A piece is on the device at once: one of the flat vector, by its index, or columns of a matrix that is cut.
+Piece = int | Columns
+
+
 class PieceSource(Protocol):
     """A block's params in host memory, which stay there until the operation is over."""
 
     def load(self, target: torch.Tensor, start: int) -> None:
         """Fills a flat device tensor with the elements from `start` on. For use as work of a stream."""
+
+    def load_columns(self, target: torch.Tensor, columns: Columns) -> None:
+        """Fills a flat device tensor with columns of a matrix, row by row. For use as work of a stream."""
 
     def loaded(self, begun: Event, copied: Event, nbytes: int) -> None:
         """Records that a piece was copied between these events. The stream's thread calls it."""
@@ -41,14 +49,14 @@ class StreamedParams:
 
 # The point of an operation: its block, whether it is a backward operation, whether this is its last micro-batch,
 # whether the piece was held for a graph node, and the piece that was held last (None before the first).
-_Moment = tuple[BlockIndex, bool, bool, bool, int | None]
+_Moment = tuple[BlockIndex, bool, bool, bool, Piece | None]
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
     flat: torch.Tensor
     unused: Event  # ends its last use
-    piece: int | None = None  # the piece in it, or in flight to it
+    piece: Piece | None = None  # the piece in it, or in flight to it
     copied: Event | None = None  # ends the copy; None once the compute stream has waited for it
     num_holders: int = 0
 
@@ -68,7 +76,7 @@ class PieceBuffers:
         unused = device.compute.record()
         # Ordered by the time of their release, the least recent first.
         self._buffers = [_Buffer(flat, unused) for flat in flats]
-        self._followers: dict[_Moment, int] = {}
+        self._followers: dict[_Moment, Piece] = {}
         self._params: StreamedParams | None = None
         self._moment: _Moment | None = None
         self.is_last = False  # this is the operation's last micro-batch: nothing is prefetched after it
@@ -92,8 +100,10 @@ class PieceBuffers:
             buffer.piece = buffer.copied = None
         self._params = self._moment = None
 
-    def hold(self, piece: int, *, backward: bool) -> torch.Tensor:
+    def hold(self, piece: Piece, *, backward: bool) -> torch.Tensor:
         """Acquires a piece for work of the compute stream until `release`. `backward`: for a node of the backward pass.
+
+        Returns its elements, flat.
 
         Raises:
             PieceBuffersHeldError: all buffers are held.
@@ -109,10 +119,9 @@ class PieceBuffers:
             self._followers[self._moment] = piece
         self._moment = (*self._moment[:2], self.is_last, backward, piece)
         self._copy_ahead()
-        start, stop = self._params.bounds[piece : piece + 2]
-        return buffer.flat[: stop - start]
+        return buffer.flat[: self._numel_of(piece)]
 
-    def release(self, piece: int) -> None:
+    def release(self, piece: Piece) -> None:
         """Releases a piece. Call it once for each `hold`."""
         (buffer,) = (b for b in self._buffers if b.piece == piece)
         buffer.num_holders -= 1
@@ -129,7 +138,7 @@ class PieceBuffers:
         address = tensor.data_ptr()
         for buffer in self._buffers:
             offset = address - buffer.flat.data_ptr()
-            if self._params is not None and buffer.piece is not None and 0 <= offset < buffer.flat.nbytes:
+            if self._params is not None and isinstance(buffer.piece, int) and 0 <= offset < buffer.flat.nbytes:
                 return self._params.bounds[buffer.piece] * buffer.flat.itemsize + offset
         return None
 
@@ -141,19 +150,28 @@ class PieceBuffers:
         if piece is not None and not is_present and not all(buffer.num_holders for buffer in self._buffers):
             self._fill(piece)
 
-    def _fill(self, piece: int) -> _Buffer:
+    def _numel_of(self, piece: Piece) -> int:
+        if isinstance(piece, Columns):
+            return piece.numel
+        assert self._params is not None
+        start, stop = self._params.bounds[piece : piece + 2]
+        return stop - start
+
+    def _fill(self, piece: Piece) -> _Buffer:
         assert self._params is not None
         buffer = next((b for b in self._buffers if not b.num_holders), None)
         if buffer is None:
             raise PieceBuffersHeldError(
-                f"a layer whose params come to the device in pieces needs more than {len(self._buffers)} pieces at "
-                "once; leave its block out of streamed_blocks"
+                f"a block whose params come to the device in pieces needs more than {len(self._buffers)} pieces at "
+                "once; leave it out of streamed_blocks, or leave streams_ends out"
             )
-        start, stop = self._params.bounds[piece : piece + 2]
-        target, source, stream = buffer.flat[: stop - start], self._params.source, self._stream
+        target, source, stream = buffer.flat[: self._numel_of(piece)], self._params.source, self._stream
         stream.wait(buffer.unused)
         begun = stream.record()
-        stream.run(functools.partial(source.load, target, start))
+        if isinstance(piece, Columns):
+            stream.run(functools.partial(source.load_columns, target, piece))
+        else:
+            stream.run(functools.partial(source.load, target, self._params.bounds[piece]))
         buffer.piece, buffer.copied = piece, stream.record()
         stream.then(functools.partial(source.loaded, begun, buffer.copied, target.nbytes))
         return buffer

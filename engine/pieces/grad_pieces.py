@@ -1,12 +1,15 @@
-"""The gradient of a streamed layer on the device: pieces of its flat vector, in a few buffers that are reused.
+"""The gradient of a streamed block on the device: pieces of its flat vector, in a few buffers that are reused.
 
 Autograd reaches a layer's matrices one after the other. As soon as all of a piece's gradients are added, it is copied
 to host memory, and its buffer serves the next piece. A piece that gets a further gradient comes back first. So sums
 have the same order, and the same bits, as in one buffer of the whole layer. Only streams wait, not threads: the use of
 a buffer waits for the copies from it and to it.
 
+The head goes over slices of a micro-batch, and each adds to all of its tensors. So its pieces come back for each slice.
+
 With several lanes, a lane's sum and the total of the lanes before are two sums of a piece. In the lane's last
-micro-batch the total comes to the device, too, and the piece leaves as the new total.
+micro-batch the total comes to the device, too, and the piece leaves as the new total. In the head it is the last slice
+of that micro-batch.
 """
 
 import functools
@@ -149,7 +152,8 @@ class StreamedGrad:
         # By piece whose open sum is in a buffer: the tensors that this micro-batch has not reached.
         self._left: dict[int, set[str]] = {}
         self._is_complete, self._moves, self._lanes = is_complete, moves, lanes
-        self._ends_lane = self._is_last_lane = False  # of the current micro-batch
+        self._ends_lane = self._is_last_lane = False  # of the current micro-batch, or slice of it
+        self._ends_lane_later = False  # of the current micro-batch, after its last slice
         self._merged: set[str] = set()  # the tensors of the open lane that are in the total already
         self._normed: set[int] = set()  # pieces in `norms`
         device = buffers.device.device
@@ -169,9 +173,16 @@ class StreamedGrad:
             lane = self._lanes.division.lane_of(microbatch)
             if lane > 0 and self._lane is None:
                 self._lane = PieceSums()
-            self._ends_lane = lane > 0 and self._lanes.division.ends_lane(microbatch)
+            self._ends_lane = self._ends_lane_later = lane > 0 and self._lanes.division.ends_lane(microbatch)
             self._is_last_lane = lane == self._lanes.last
             self._bring(len(self._names) - 2)
+
+    def begin_slice(self, *, is_last: bool) -> None:
+        """See SliceSink."""
+        for piece in self._left:
+            self._left[piece] = self._names_of(piece)
+        self._ends_lane = self._ends_lane_later and is_last
+        self._bring(len(self._names) - 2)
 
     def end_lane(self) -> None:
         """See LaneSink. All sums of the lane are added to the total."""
@@ -180,6 +191,7 @@ class StreamedGrad:
                 if any(name in self._lane.touched for name, *_ in names):
                     self._merge(self._open(piece), is_over=True)
             self._lane, self._ends_lane = None, False
+            self._ends_lane_later = False
             self._merged.clear()
         for buffer in (*self._buffers.pieces, *self._buffers.rests):
             if buffer.piece is not None:

@@ -120,6 +120,9 @@ class TrainingConfig:
     kernel: Kernel | None = None  # None: the compiled kernel if there is a compiler
     model_kernels: tuple[ModelKernel, ...] | None = None  # in addition to torch's own; None: all that the device offers
     head_slices: HeadSlices = HeadSlices.LARGE  # rows of older versions without this field: SMALL
+    # Linear layers with more elements in their matrix compute in parts of at most so many. None: no matrix is cut. Bits
+    # depend on it. Requests have `LEAST_CUT_NUMEL` at least.
+    cut_matrices: int | None = None
     max_bad_steps: int = 10  # largest number of skipped steps in a row, due to gradients that are not finite
     total_steps: int
     initialization: Initialization = Initialization.WEIGHTS
@@ -141,7 +144,7 @@ class TrainingConfig:
         for name in ("batch_size", "num_microbatches", "sequence_length", "epochs", "total_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("evaluate_every", "checkpoint_every", "keep_checkpoints"):
+        for name in ("evaluate_every", "checkpoint_every", "keep_checkpoints", "cut_matrices"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1, or None")
         if not 0 <= self.commit_minutes < math.inf:

@@ -173,6 +173,22 @@ class ModelProfile:
             head=self.head.sped_up(factor),
         )
 
+    def with_bytes_of(self, other: "ModelProfile") -> "ModelProfile":
+        """Returns the profile with the device memory of another one's operations, for the same micro-batches.
+
+        `other` may have other layers than this one if all of them are alike.
+        """
+        alike = len(other.layers) == len(self.layers)
+        pairs = [(layer, other.layers[index if alike else 0]) for index, layer in enumerate(self.layers)]
+        # Equal layers are one object, and stay one.
+        known = {(id(layer), id(like)): replace(layer, peak_nbytes=like.peak_nbytes) for layer, like in pairs}
+        return replace(
+            self,
+            embedding=replace(self.embedding, peak_nbytes=other.embedding.peak_nbytes),
+            layers=tuple(known[id(layer), id(like)] for layer, like in pairs),
+            head=replace(self.head, peak_nbytes=other.head.peak_nbytes),
+        )
+
     def of_blocks(self, first: int, stop: int) -> "ModelProfile":
         """Returns the profile as a box with a run of blocks sees it. All other blocks have no params and no work."""
         own = frozenset(range(first, stop))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement, UpdateOrder
+from windlass.engine.memory_plan import ACTIVATION_SLOT_NBYTES, DeviceNeed, MemoryTier, Placement
 from windlass.planner.question import PlanQuestion, Profiles
 from windlass.planner.solver import (
     Assignment,
@@ -67,10 +67,11 @@ class _Counting:
         return self.frontier.costs.job
 
     @property
-    def is_like(self) -> tuple[int, bool, bool, UpdateOrder]:
+    def is_like(self) -> tuple[object, ...]:
         """Frontiers with the same value leave out nearly the same bytes."""
         costs = self.frontier.costs
-        return self.job.num_microbatches, costs.streams, costs.streams_grads, self.job.update_order
+        pieces = costs.streams, costs.streams_grads, costs.streams_ends, self.job.cut
+        return self.job.num_microbatches, *pieces, self.job.update_order
 
     def left(self, limits: Bytes) -> Bytes:
         """Returns the limits without what the program leaves out."""

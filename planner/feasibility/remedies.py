@@ -19,6 +19,7 @@ def what_would_fit(question: PlanQuestion, profiles: Profiles, shortfall: Shortf
     """
     settings: tuple[Callable[[PlanQuestion, Profiles], str | None], ...] = (
         _other_microbatches,
+        _cut_matrices,
         _kept_gradients,
         _split_states,
         _fewer_gpus,
@@ -41,6 +42,14 @@ def _other_microbatches(question: PlanQuestion, profiles: Profiles) -> str | Non
     return (
         None if number is None else f"{number} micro-batches (num_microbatches), with the same results up to rounding"
     )
+
+
+def _cut_matrices(question: PlanQuestion, profiles: Profiles) -> str | None:
+    if question.chooses_cut:
+        return None
+    if not fits(replace(question.changed(cut_matrices=None), chooses_cut=True), profiles):
+        return None
+    return "matrices that are computed in parts (cut_matrices: auto), with the same results up to rounding"
 
 
 def _kept_gradients(question: PlanQuestion, profiles: Profiles) -> str | None:

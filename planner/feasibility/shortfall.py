@@ -228,7 +228,10 @@ def what_takes_memory(need: Need, *, on_gpu: bool) -> str:
     size, costs = need.placement.group_size or 1, need.frontier.costs
     at_once = "one micro-batch" if size == 1 else f"{size} micro-batches"
     number = f"num_microbatches={need.job.num_microbatches}, {at_once} at a time"
-    in_pieces = " and layers in pieces" if costs.streams else ""
+    what = "all blocks" if costs.streams_ends else "layers"
+    in_pieces = f" and {what} in pieces" if costs.streams else ""
+    if costs.job.cut is not None:
+        in_pieces += f" of at most {costs.job.cut} elements (cut_matrices)" if costs.streams else ""
     if need.on_device is None:
         return f"the layers are hypothetical, so its parts are not counted; with {number}{in_pieces}"
     parts = need.on_device.in_words(on_gpu=on_gpu)

@@ -38,17 +38,17 @@ def _largest_share(num_microbatches: int, number: int) -> float:
 def choose_gpus(question: PlanQuestion) -> ChosenGpus:
     """Plans a job for 1 to `question.num_ranks` GPUs, and chooses the number of `fewest_of_fastest`.
 
-    If the job fits with none, the report is that for one GPU. The number of micro-batches decides the last bits of the
-    results. So if it is chosen, too, all plans have that of the chosen number of GPUs.
+    If the job fits with none, the report is that for one GPU. The number of micro-batches and the cut of matrices
+    decide the last bits of the results. So if they are chosen, too, all plans have those of the chosen number of GPUs.
     """
     profiles = Profiles(question)
     found = _by_number(question, profiles)
     if not found:
         return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
     chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
-    if question.chooses_microbatches:
-        job = found[chosen].job
-        fixed = question.changed(num_microbatches=job.num_microbatches)
+    job = found[chosen].job
+    if question.chooses_microbatches or any(each.job.cut != job.cut for each in found.values()):
+        fixed = question.changed(num_microbatches=job.num_microbatches, cut_matrices=job.cut)
         found = _by_number(fixed, profiles, without=chosen) | {chosen: found[chosen]}
     plans = {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
     rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}

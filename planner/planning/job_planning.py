@@ -81,6 +81,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         hardware=request.hardware,
         training=request.training,
         chooses_microbatches=request.chooses_microbatches,
+        chooses_cut=request.chooses_cut,
         chooses_order=request.chooses_order,
         lengths=_lengths_of(request),
         num_validation_examples=request.num_validation_examples,
@@ -95,6 +96,8 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         past=past,
         kept_facts_dir=None if request.kept_times_dir is None else request.kept_times_dir / _FACTS_FOLDER,
     )
+    if question.chooses_cut:
+        question = replace(question, training=replace(question.training, cut_matrices=None))
     if not question.chooses_microbatches:
         return question
     # So that the question does not depend on the number that the request happens to have.
@@ -126,6 +129,7 @@ def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
     # The running job keeps its order of updates until its next plan for other reasons.
     training = replace(question.training, update_order=request.plan.update_order or question.training.update_order)
     question = replace(question, training=training, num_ranks=number, chooses_ranks=False, chooses_order=False)
+    assert not question.chooses_cut, "a job that runs keeps its matrices as they are"
     profiles, running = Profiles(question), _running_job(request)
     is_cpu = question.hardware.gpus.count == 0
     steps = load_measured(

@@ -277,6 +277,7 @@ def _is_same_plan(one: Solution, other: Solution) -> bool:
     """
     return (
         one.costs.job.num_microbatches == other.costs.job.num_microbatches
+        and one.costs.job.cut == other.costs.job.cut
         and one.costs.job.update_order is other.costs.job.update_order
         and one.placement == other.placement
         and one.plan == other.plan

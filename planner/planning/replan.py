@@ -109,7 +109,7 @@ def _best(question: PlanQuestion, profiles: Profiles, old: Solution, old_s: floa
 
 
 def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) -> StepCosts:
-    """Returns the cost model with the options that the placement was found with."""
+    """Returns the cost model with the options that the placement was found with, and the cut of the job's config."""
     assert not question.chooses_microbatches, "a job that runs has a number of them"
     job, placement = profiles.job(question, question.training.num_microbatches), running.placement
     return StepCosts(
@@ -122,6 +122,7 @@ def costs_of(question: PlanQuestion, profiles: Profiles, running: RunningJob) ->
         overflows=placement.ssd_activation_nbytes > 0,
         num_grad_buffers=placement.num_grad_buffers,
         streams_grads=placement.streams_grads,
+        streams_ends=placement.streams_ends,
         num_passing_blocks=placement.num_passing_blocks,
         depths=placement.depths,
     )

@@ -299,7 +299,8 @@ class KeptFacts:
         return traced, num_tokens - traced if passes.train else 0
 
     def _name_of(self, passes: Passes) -> str:
-        return f"{variant_of(passes)} {passes.head_slices}"
+        cut = "" if passes.cut_matrices is None else f" {passes.cut_matrices}"
+        return f"{variant_of(passes)} {passes.head_slices}{cut}"
 
 
 def _sizes(shape: _Shape) -> dict[str, int]:

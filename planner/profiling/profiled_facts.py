@@ -60,10 +60,12 @@ def profile_of(
     *,
     for_gpu: bool = False,
     head_slices: HeadSlices = HeadSlices.LARGE,
+    cut_matrices: int | None = None,
 ) -> ModelProfile:
     """Returns the profile for micro-batches of `num_examples` x `num_tokens` tokens.
 
     Layers whose params have the same shapes are profiled once. `for_gpu`: attention outputs are counted for a GPU.
+    `cut_matrices`: see `TrainingConfig`.
     """
     passes = Passes(
         num_examples=num_examples,
@@ -71,6 +73,7 @@ def profile_of(
         grad_precision=facts.precision,
         is_summed=False,
         head_slices=head_slices,
+        cut_matrices=cut_matrices,
     )
     needs, layout = facts.needs({}, passes), facts.layout
     peaks = [max(unit.forward_peak_nbytes, unit.backward_peak_nbytes) for unit in needs.units]

@@ -80,6 +80,7 @@ class RecordedModel(TracedModel):
             grad_dtype=TORCH_DTYPE[passes.grad_precision],
             is_summed=passes.is_summed,
             head_slices=passes.head_slices,
+            cut_matrices=passes.cut_matrices,
             rehearsed=results,
             sizes=sizes,
         )

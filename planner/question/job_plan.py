@@ -128,6 +128,12 @@ class JobPlan(BaseModel):
         return number
 
     @property
+    def cut_matrices(self) -> int | None:
+        """The most elements of a part of a matrix that the plan was made with; None: no matrix is cut."""
+        cut: int | None = (self.report.choices or {}).get("cut_matrices")
+        return cut
+
+    @property
     def update_order(self) -> UpdateOrder | None:
         """The order of updates that the job runs with by this plan; None: that of its training config."""
         order = (self.report.choices or {}).get("gradient_updates")

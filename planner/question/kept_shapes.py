@@ -13,7 +13,7 @@ from windlass.storage.ids import HeadSlices, Precision
 
 _MOST_MODELS = 8  # that are kept; each takes some MiB
 
-_ShapeKey = tuple[int, int, bool, HeadSlices]
+_ShapeKey = tuple[int, int, bool, HeadSlices, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,25 @@ class ModelShapes:
     facts: ProfiledFacts
     _profiles: dict[_ShapeKey, ModelProfile] = field(default_factory=dict)
 
-    def profile(self, num_examples: int, num_tokens: int, *, for_gpu: bool, head_slices: HeadSlices) -> ModelProfile:
+    def profile(
+        self,
+        num_examples: int,
+        num_tokens: int,
+        *,
+        for_gpu: bool,
+        head_slices: HeadSlices,
+        cut_matrices: int | None = None,
+    ) -> ModelProfile:
         """Returns the profile for micro-batches of this shape, without measured times."""
-        key = (num_examples, num_tokens, for_gpu, head_slices)
+        key = (num_examples, num_tokens, for_gpu, head_slices, cut_matrices)
         if key not in self._profiles:
             self._profiles[key] = profile_of(
-                self.facts, num_examples, num_tokens, for_gpu=for_gpu, head_slices=head_slices
+                self.facts,
+                num_examples,
+                num_tokens,
+                for_gpu=for_gpu,
+                head_slices=head_slices,
+                cut_matrices=cut_matrices,
             )
         return self._profiles[key]
 

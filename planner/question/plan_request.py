@@ -38,6 +38,7 @@ class PlanRequest:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    chooses_cut: bool = False  # choose whether and how matrices are cut, instead of the config's
     chooses_order: bool = False  # choose the order of updates, of those that give the same parameters
     # The prepared data that the job trains on; None: every example has the maximum length.
     dataset_dir: Path | None = None

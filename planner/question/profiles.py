@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 from windlass.engine.memory_estimate import device_need
@@ -16,6 +17,7 @@ from windlass.engine.memory_plan import (
     evaluation_shapes,
 )
 from windlass.engine.model import ModelLayout
+from windlass.engine.slices import num_slice_tokens
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
 from windlass.planner.profiling import BlockTimes, MeasuredBlocks, with_times
@@ -25,6 +27,7 @@ from windlass.planner.solver import (
     PlannedJob,
     Solution,
     StepCosts,
+    cuts_of,
     solution_of,
 )
 
@@ -33,8 +36,15 @@ from windlass.planner.solver import (
 _LONG_ENOUGH_S = 2.0
 
 
-def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
-    """Builds the solver's view of the job."""
+def planned_job(
+    question: PlanQuestion,
+    profile: ModelProfile,
+    num_microbatches: int,
+    *,
+    with_cut: Callable[[ModelProfile, int], ModelProfile] = lambda model, cut: model,
+) -> PlannedJob:
+    """Builds the solver's view of the job. `with_cut`: see PlannedJob."""
+    largest = max((profile.layers[block - 1].largest_param_numel for block in profile.unshared_layers), default=0)
     return PlannedJob(
         model=profile,
         training=replace(question.training, num_microbatches=num_microbatches),
@@ -42,6 +52,8 @@ def planned_job(question: PlanQuestion, profile: ModelProfile, num_microbatches:
         num_optimizers=question.num_optimizers,
         ways=question.ways,
         chooses_order=question.chooses_order,
+        cuts=cuts_of(largest) if question.chooses_cut else (),
+        with_cut=with_cut,
     )
 
 
@@ -102,9 +114,10 @@ class Profiles:
         placement = Placement(
             activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
             group_size=costs.group_size,
-            streamed_blocks=costs.streamed_blocks,
+            streamed_blocks=costs.streamed_layers,
             num_grad_buffers=costs.num_grad_buffers,
             streams_grads=costs.streams_grads,
+            streams_ends=costs.streams_ends,
             num_cached_params=0,
         )
         solution = solution_of(costs, placement)
@@ -128,6 +141,7 @@ class Profiles:
             num_ahead=job.num_prefetched,
             max_tokens=shape[0] * question.training.sequence_length,  # the size that the engine allocates
             head_slices=job.training.head_slices,
+            cut_matrices=job.cut,
             # Evaluation examples may be longer than training examples.
             evaluation_shapes=()
             if not evaluates
@@ -153,7 +167,16 @@ class Profiles:
             profile = profile.with_num_layers(question.num_layers)
         if self._speedup != 1:
             profile = profile.sped_up(self._speedup)
-        return planned_job(question, profile, num_microbatches)
+
+        def with_cut(model: ModelProfile, cut: int) -> ModelProfile:
+            return model.with_bytes_of(self._by_shapes(model.num_examples, model.num_tokens, cut))
+
+        if question.training.cut_matrices is not None:
+            profile = with_cut(profile, question.training.cut_matrices)
+        job = planned_job(question, profile, num_microbatches, with_cut=with_cut)
+        slice_tokens = num_slice_tokens(question.training.head_slices, self._shapes.facts.vocab_size)
+        num_tokens = profile.num_examples * question.training.sequence_length  # the size that the engine allocates
+        return replace(job, num_head_slices=-(-num_tokens // slice_tokens))
 
     def of(self, num_examples: int, num_tokens: int) -> ModelProfile:
         """Returns the profile for micro-batches of this shape."""
@@ -176,12 +199,13 @@ class Profiles:
             self._of_lengths[key] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
         return self._of_lengths[key]
 
-    def _by_shapes(self, num_examples: int, num_tokens: int) -> ModelProfile:
+    def _by_shapes(self, num_examples: int, num_tokens: int, cut_matrices: int | None = None) -> ModelProfile:
         return self._shapes.profile(
             num_examples,
             num_tokens,
             for_gpu=self._question.has_gpu,
             head_slices=self._question.training.head_slices,
+            cut_matrices=cut_matrices,
         )
 
     def _timed(self, num_examples: int, num_tokens: int) -> ModelProfile:

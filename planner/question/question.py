@@ -30,6 +30,7 @@ class PlanQuestion:
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
+    chooses_cut: bool = False  # choose whether and how matrices are cut, instead of the config's
     # Choose the order of updates, of those that give the same parameters, instead of the config's.
     chooses_order: bool = False
     # Of the job's data, by batch size and number of micro-batches; None: every example is as long as `sequence_length`.
@@ -57,15 +58,22 @@ class PlanQuestion:
     def changed(self, **training: Any) -> "PlanQuestion":
         """Returns the question for a job with some fields of the training config changed.
 
-        If they include `num_microbatches`, the number is not chosen by the planner, and lanes and GPUs that would have
-        no micro-batch are left out.
+        If they include `num_microbatches` or `cut_matrices`, the planner does not choose it. Lanes and GPUs that would
+        have no micro-batch are left out.
         """
+        chooses_cut = self.chooses_cut and "cut_matrices" not in training
         chooses = self.chooses_microbatches and "num_microbatches" not in training
         number = training.get("num_microbatches", self.training.num_microbatches)
         training = {"lanes": min(self.training.lanes, number)} | training
         num_ranks = min(self.num_ranks, number)
         training_then = replace(self.training, **training)
-        return replace(self, training=training_then, num_ranks=num_ranks, chooses_microbatches=chooses)
+        return replace(
+            self,
+            training=training_then,
+            num_ranks=num_ranks,
+            chooses_microbatches=chooses,
+            chooses_cut=chooses_cut,
+        )
 
     @property
     def least_microbatches(self) -> int:

@@ -32,6 +32,7 @@ _MESSAGE_S = 0.0005
 _MAX_CHUNKS = 500
 _CHUNKS_OF_BLOCK_FOR_SSD = 2
 _MAX_ACTIVATION_SLOTS = 500
+_MAX_PIECES = 8  # of a layer, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class SimulatedSteps:
     def memory(self) -> dict[MemoryTier, TierMemory]:
         """The memory in use on each tier, from the last step until all is committed.
 
-        If chunks or slots were enlarged for the simulation, these values are enlarged as well.
+        If chunks, slots or parts of matrices were enlarged for the simulation, these values are enlarged as well.
         """
         return memory_of(self.steps[-1].levels)
 
@@ -152,7 +153,7 @@ def box_of_plan(
     box, or they have no names. `commit_every`: of the job; None: that of the plan.
     """
     spec = replace(_spec_of(solution), stages=stages, ranks_of_boxes=ranks, box_names=names, box=box)
-    if layout.chunk_numel != solution.costs.job.model.chunk_numel:
+    if layout.chunk_numel != solution.costs.job.model.chunk_numel or solution.placement.streams_ends:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     if commit_every is not None:
         spec = replace(spec, placement=replace(spec.placement, commit_every=commit_every))
@@ -234,12 +235,16 @@ def in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
 
 
 def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
-    """Fixes all choices that follow from the budget, because larger chunks would change them."""
+    """Fixes all choices that follow from the budget, because larger chunks would change them.
+
+    Embedding and head are simulated as whole blocks. What they move more in pieces is in the plan's bound only.
+    """
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
     num_host_grad_blocks = min(plan.spilled_blocks, default=None)  # those before it keep theirs in host memory
     return replace(
         placement,
+        streams_ends=False,
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
         num_host_grad_blocks=num_host_grad_blocks,
         num_passing_blocks=None if plan.spilled_blocks else placement.num_passing_blocks,
@@ -269,6 +274,13 @@ def _with_fewer_slots(context: CoreContext, work: Work) -> tuple[CoreContext, Wo
     return replace(context, plan=changed), replace(work, swapped_nbytes=swapped)
 
 
+def _in_larger_parts(solution: Solution) -> int | None:
+    """Returns the cut of matrices, in parts so large that no layer has many pieces."""
+    job = solution.costs.job
+    largest = max((layer.numel for layer in job.model.layers), default=0)
+    return None if job.cut is None else max(job.cut, largest // _MAX_PIECES)
+
+
 def _spec_of(solution: Solution) -> JobCore:
     """Returns the planned job, with few steps and without checkpoints."""
     job = solution.costs.job
@@ -277,6 +289,7 @@ def _spec_of(solution: Solution) -> JobCore:
         total_steps=_NUM_STEPS,
         update_order=job.update_order,
         clip_norm=None,  # no gradient has a norm; the update order includes the effect of clipping
+        cut_matrices=_in_larger_parts(solution),
         checkpoint_every=None,
     )
     return JobCore(

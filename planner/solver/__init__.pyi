@@ -4,6 +4,7 @@ from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.solver.bisection import Goal as Goal
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
+from windlass.planner.solver.family import cuts_of as cuts_of
 from windlass.planner.solver.family import group_sizes as group_sizes
 from windlass.planner.solver.family import has_least_buffers as has_least_buffers
 from windlass.planner.solver.family import sizes_at_the_border as sizes_at_the_border
@@ -25,6 +26,7 @@ from windlass.planner.solver.solution import DoesNotFitError as DoesNotFitError
 from windlass.planner.solver.solution import Solution as Solution
 from windlass.planner.solver.solution import commit_every_of as commit_every_of
 from windlass.planner.solver.solution import most_cost_of as most_cost_of
+from windlass.planner.solver.solution import most_cost_of_any as most_cost_of_any
 from windlass.planner.solver.solution import placement_of as placement_of
 from windlass.planner.solver.solution import plan_of as plan_of
 from windlass.planner.solver.solution import solution_of as solution_of

@@ -22,6 +22,8 @@ from windlass.planner.solver.step_cost import Limits, PlannedJob, StepCosts
 
 # Maximum share of device memory for swapped activations that have not left the device yet.
 _LEAVING_SHARE = 1 / 8
+# The fewest elements of a part of a matrix. Other parts have so many times more, up to the largest matrix.
+_LEAST_CUT, _CUT_STEP = 2**24, 4
 
 
 def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCosts]:
@@ -32,7 +34,7 @@ def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCo
         for (spills, (streams, streams_grads, num_grad_buffers)), size in itertools.product(savers, list(sizes)):
             if streams_grads and not may_stream_grads(one, size):
                 continue
-            yield StepCosts(
+            base = StepCosts(
                 job=one,
                 speeds=speeds,
                 limits=limits,
@@ -42,6 +44,45 @@ def bases_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCo
                 streams_grads=streams_grads,
                 num_grad_buffers=num_grad_buffers,
             )
+            yield base
+            if one.cut is not None and base.may_stream_ends:  # whole matrices would need larger pieces
+                yield replace(base, streams_ends=True)
+
+
+def cuts_of(largest_numel: int) -> tuple[int, ...]:
+    """Returns the numbers of elements of a part of a matrix to try, the largest first.
+
+    `largest_numel`: of the largest matrix. With more elements in a part, no matrix is cut.
+    """
+    cuts = [_LEAST_CUT]
+    while cuts[0] * _CUT_STEP < largest_numel:
+        cuts.insert(0, cuts[0] * _CUT_STEP)
+    return tuple(cut for cut in cuts if cut < largest_numel)
+
+
+def cut_bases_of(base: StepCosts) -> list[StepCosts]:
+    """Returns a base whose matrices are whole with each cut that the planner may choose, the largest parts first.
+
+    With and without embedding and head in pieces, as far as that is possible. Only matrices of layers that come in
+    pieces take less memory so.
+    """
+    if not base.streamed_layers:
+        return []
+    ends = (False, True) if base.may_stream_ends else (False,)
+    return [replace(base, job=job, streams_ends=streams) for job in base.job.by_cut for streams in ends]
+
+
+def bases_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[StepCosts]:
+    """Yields the bases that need least memory of any kind, those that save most first.
+
+    Those that cut matrices come last. They have the smallest parts.
+    """
+    sizes = sizes_at_the_border(job)
+    bases = [base for base in bases_of(job, speeds, limits) if base.group_size in sizes]
+    yield from reversed(bases)
+    for base in reversed(bases):
+        if base.streams_grads or not may_stream_grads(base.job, base.group_size):
+            yield from (cut for cut in cut_bases_of(base) if cut.job.cut == base.job.cuts[-1])
 
 
 def kinds_of(base: StepCosts) -> Iterator[StepCosts]:

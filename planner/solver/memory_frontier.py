@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
-from windlass.planner.solver.family import bases_of, sizes_at_the_border, smallest_of
+from windlass.planner.solver.family import bases_at_the_border, smallest_of
 from windlass.planner.solver.program import Assignment, BlockGroup, Program, least_assignment, outcome_of
 from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
 
@@ -77,13 +77,12 @@ class _Path:
 
 
 def frontiers_of(job: PlannedJob, speeds: Speeds, limits: Limits) -> "Iterator[MemoryFrontier]":
-    """Yields the frontiers of all ways to save memory, those that save most first.
+    """Yields the frontiers of all ways to save memory, those that save most first, but those that cut matrices last.
 
     `limits` matter only to costs of plans made from them.
     """
-    sizes = sizes_at_the_border(job)
-    for base in reversed(list(bases_of(job, speeds, limits))):
-        if base.group_size in sizes and base.num_grad_buffers == 1:
+    for base in bases_at_the_border(job, speeds, limits):
+        if base.num_grad_buffers == 1:
             for overflows in (True, False):
                 yield MemoryFrontier(smallest_of(base, overflows=overflows))
 

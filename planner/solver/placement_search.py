@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from windlass.engine.memory_plan import MemoryTier, UpdateOrder
 from windlass.planner.cost import Speeds
-from windlass.planner.solver.family import bases_of, kinds_of, sizes_at_the_border, smallest_of
+from windlass.planner.solver.family import bases_at_the_border, bases_of, cut_bases_of, kinds_of, smallest_of
 from windlass.planner.solver.program import Bound, Prices, Program, least_cost, priced_cost, relaxed
 from windlass.planner.solver.solution import (
-    MOST_COST_OF_STEP,
     DoesNotFitError,
     Solution,
+    most_cost_of_any,
     penalty,
+    penalty_of_cut,
     shortfall_by_tier,
     solved,
 )
@@ -134,7 +135,7 @@ def search(
 
 @dataclass(order=True, slots=True)
 class _Entry:
-    """A base, or one of its kinds of plans, with a lower bound of its cost."""
+    """A base, all cuts of it, or one of its kinds of plans, with a lower bound of its cost."""
 
     level: float  # the bound, rounded so that equal ones are equal
     number: int  # the order of arrival
@@ -142,6 +143,9 @@ class _Entry:
     costs: StepCosts = field(compare=False)
     is_kind: bool = field(compare=False)
     prices: Prices | None = field(compare=False, default=None)
+    # It stands for the base with each cut that the planner may choose. They are looked at only if the base itself is.
+    is_of_cuts: bool = field(compare=False, default=False)
+    has_cuts_apart: bool = field(compare=False, default=False)  # of a base: there is such an entry for it
 
 
 class _Search:
@@ -161,6 +165,7 @@ class _Search:
         self._excluded: list[_Entry] = []
         self._errors: list[DoesNotFitError] = []
         self._prices: dict[int, list[Prices]] = {}  # of bases, by their number of bounds; the newest first
+        self._later: list[_Entry] | None = None  # entries of cuts that are not to be tried yet
 
     def run(self, jobs: tuple[PlannedJob, ...]) -> None:
         """Finds the best plan. Raises DoesNotFitError."""
@@ -182,7 +187,7 @@ class _Search:
         others = self._others_near(best, near, num_others)
 
         def of_kind(order: UpdateOrder, spills: bool | None, below_s: float) -> Found | None:
-            narrowed = self._narrowed(order, spills, MOST_COST_OF_STEP * below_s)
+            narrowed = self._narrowed(order, spills, most_cost_of_any(best.costs.job.cut, below_s))
             return None if narrowed._best is None else narrowed.found(num_others, near)
 
         return Found(best=best, others=others, of_kind=of_kind)
@@ -213,13 +218,18 @@ class _Search:
         they are counted with. A good plan of another way excludes most of them before they are solved.
         """
         by_saver: dict[tuple[object, ...], list[_Entry]] = {}
+        self._later = []
         for entry in sorted(self._entries):
-            by_saver.setdefault(entry.costs.saver_of_device_memory, []).append(entry)
+            if entry.is_of_cuts:
+                self._later.append(entry)
+            else:
+                by_saver.setdefault(entry.costs.saver_of_device_memory, []).append(entry)
         all_entries: list[_Entry] = []
         for entries in by_saver.values():
             self._entries = entries
             self._solve_best(most=1)
             all_entries += self._entries
+        all_entries, self._later = all_entries + self._later, None
         heapq.heapify(all_entries)
         self._entries = all_entries
 
@@ -265,8 +275,17 @@ class _Search:
     def _push(self, costs: StepCosts, bound: float, *, is_kind: bool, prices: Prices | None = None) -> None:
         heapq.heappush(self._entries, _Entry(_level_of(bound), next(self._numbers), bound, costs, is_kind, prices))
 
+    def _push_again(self, entry: _Entry, bound: float, prices: Prices | None = None) -> None:
+        """Puts a base, or all cuts of one, back with a better bound."""
+        level, number = _level_of(bound), next(self._numbers)
+        heapq.heappush(self._entries, replace(entry, level=level, number=number, bound=bound, prices=prices))
+
     def _divide(self, entry: _Entry) -> None:
         """Replaces a base by its kinds of plans. Before that, finds its prices, and with them a better bound."""
+        if entry.is_of_cuts:
+            for cut in cut_bases_of(entry.costs):
+                self._push(cut, entry.bound, is_kind=False)
+            return
         if entry.prices is None:
             self._price(entry)
             return
@@ -278,19 +297,47 @@ class _Search:
 
     def _price(self, entry: _Entry) -> None:
         """Puts a base back with a better bound: by another base's prices if that excludes it, else by its own ones."""
-        costs, worth = entry.costs, _least_penalty(entry.costs)
-        program = _smallest_program(costs)
+        worth, program = _least_penalty(entry.costs), _smallest_program(entry.costs)
         for prices in self._prices.get(len(program.bounds), ()):
             bound = worth * priced_cost(program, prices)
             if bound >= self._limit > entry.bound:
-                self._push(costs, bound, is_kind=False)
+                self._set_cuts_apart(entry, program, prices)
+                self._push_again(entry, bound)
                 return
         found = relaxed(program)
+        self._set_cuts_apart(entry, program, None if found is None else found[1])
         if found is not None:
             known = self._prices.setdefault(len(program.bounds), [])
             known.insert(0, found[1])
             del known[_MOST_PRICES:]
-            self._push(costs, max(entry.bound, worth * found[0]), is_kind=False, prices=found[1])
+            self._push_again(entry, max(entry.bound, worth * found[0]), found[1])
+
+    def _set_cuts_apart(self, entry: _Entry, program: Program, prices: Prices | None) -> None:
+        """Adds an entry for all cuts of a base, once. `program`: of the base, `prices`: its own or another base's.
+
+        A cut takes no less time, and saves no more than what pieces and operations take of the device's memory. So its
+        bound follows from that of the base.
+        """
+        if entry.is_of_cuts or entry.has_cuts_apart or not entry.costs.job.cuts or not entry.costs.streamed_layers:
+            return
+        entry.has_cuts_apart = True
+        costs = entry.costs
+        whole = _least_penalty(costs)
+        worth = whole + penalty_of_cut(costs.job.cuts[0])  # the largest parts cost least
+        least, bound = [_without_operations(costs, program)], worth / whole * entry.bound
+        if costs.may_stream_ends:  # whose copies no other block waits for
+            ends = replace(costs, streams_ends=True)
+            free = ends.program_without_buffers(ends.kinds())
+            least.append(replace(least[0], blocks=free.blocks, seconds=free.seconds))
+            bound = min(bound, worth * least_cost(free))
+        if prices is not None:
+            bound = max(bound, worth * min(priced_cost(each, prices) for each in least))
+        level, number = _level_of(bound), next(self._numbers)
+        apart = _Entry(level, number, bound, costs, is_kind=False, is_of_cuts=True)
+        if self._later is None:
+            heapq.heappush(self._entries, apart)
+        else:
+            self._later.append(apart)
 
     @property
     def _limit(self) -> float:
@@ -347,6 +394,14 @@ def _smallest_program(base: StepCosts) -> Program:
     )
 
 
+def _without_operations(costs: StepCosts, program: Program) -> Program:
+    """Returns a base's program without the device memory of pieces and of operations."""
+    less = costs.always_on_device - costs.least_on_device_if_cut
+    lesser = {MemoryTier.DEVICE: less, MemoryTier.HOST: costs.num_devices_in_host * less}
+    nbytes = (each - lesser.get(tier, 0.0) for tier, each in zip(MemoryTier, program.nbytes, strict=True))
+    return replace(program, nbytes=tuple(nbytes))
+
+
 def _least_penalty(base: StepCosts) -> float:
     return penalty(next(kinds_of(base)))  # the largest buffers save least, and have most slots
 
@@ -360,15 +415,13 @@ def _traits(costs: StepCosts) -> tuple[object, ...]:
     """Returns the choices of a kind of plan by which its simulated step may differ much from others'."""
     job = costs.job
     deep = costs.depths.states, costs.depths.leaving_nbytes
-    streams = costs.streams, costs.streams_grads
-    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, streams, deep
+    streams = costs.streams, costs.streams_grads, costs.streams_ends
+    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, streams, job.cut is None, deep
 
 
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[tuple[StepCosts, Program]]:
     """Yields the programs that need least memory. If any program has an assignment, one of these has."""
-    sizes = sizes_at_the_border(job)
-    for base in reversed(list(bases_of(job, speeds, limits))):  # those that save most first
-        if base.group_size in sizes:
-            for overflows in (True, False):
-                costs = smallest_of(base, overflows=overflows)
-                yield costs, costs.program(costs.kinds())
+    for base in bases_at_the_border(job, speeds, limits):
+        for overflows in (True, False):
+            costs = smallest_of(base, overflows=overflows)
+            yield costs, costs.program(costs.kinds())

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -38,12 +38,18 @@ from windlass.planner.solver.step_cost import Kind, StateTier, StepCosts, values
 _Any = TypeVar("_Any")
 
 # Extra cost, as a share of the step, because the bounds count no waits. For each option that saves device memory:
-# streaming layers, a single gradient buffer, and swapped tensors that must leave before the next one is computed.
+# streaming layers, or embedding and head, a single gradient buffer, and swapped tensors that must leave before the next
+# one is computed.
 _MEMORY_SAVER_PENALTY = 0.01
+# For the smaller operations with parts of matrices: with parts of so many elements or more, and for each halving below.
+_CUT_PENALTY = 0.01
+_SMALLER_CUT_PENALTY = 0.0025
+_LARGE_CUT = 2**28
 # For the waits at an optimizer's slots. It is divided by their number.
 _SLOTS_PENALTY = 0.02
-# A plan's cost over its step, at most: all of the above, with two slots, and a small weight of all work.
-MOST_COST_OF_STEP = 1.05
+# A plan's cost over its step, at most: all of the above but that of parts, with two slots, and a small weight of all
+# work.
+_MOST_COST_OF_STEP = 1.05
 # Relative distance to the program's optimum that is near enough.
 _GAP = 2e-4
 # Maximum number of times that the program is solved again because the arena is larger than it counted.
@@ -114,8 +120,26 @@ def penalty(costs: StepCosts) -> float:
 
     It depends on the plan's own choices only, so that no plan costs more on a better machine.
     """
-    saves = [costs.streams, costs.num_grad_buffers == 1 and not costs.streams_grads, not costs.depths.leaving_nbytes]
-    return 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
+    saves = [
+        costs.streams,
+        costs.streams_ends,
+        costs.num_grad_buffers == 1 and not costs.streams_grads,
+        not costs.depths.leaving_nbytes,
+    ]
+    waits = 1 + _MEMORY_SAVER_PENALTY * saves.count(True) + _SLOTS_PENALTY / costs.depths.states
+    return waits + penalty_of_cut(costs.job.cut)
+
+
+def penalty_of_cut(cut: int | None) -> float:
+    """Returns the share of the cost of plans for matrices in parts of so many elements: smaller parts take longer."""
+    if cut is None:
+        return 0.0
+    return _CUT_PENALTY + _SMALLER_CUT_PENALTY * max(0.0, math.log2(_LARGE_CUT / cut))
+
+
+def most_cost_of_any(cut: int | None, step_s: float) -> float:
+    """Returns the most that any plan with this cut of matrices and this step can cost."""
+    return (_MOST_COST_OF_STEP + penalty_of_cut(cut)) * step_s
 
 
 def most_cost_of(costs: StepCosts, step_s: float) -> float:
@@ -285,17 +309,20 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
 def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment) -> Placement:
     """Converts the program's counts to a placement of blocks.
 
-    Earlier blocks are needed sooner, so their states get the faster tiers (AutoHete, insight 2). Activations of earlier
-    layers are kept longer, so they get the options that hold least on the device (insight 1).
+    Earlier blocks are needed sooner, so theirs are the states on the device (AutoHete, insight 2). Blocks with states
+    in host memory lie among those with states on the SSDs, so that CPU and SSDs work at the same time. Activations of
+    earlier layers are kept longer, so they get the options that hold least on the device (insight 1).
     """
     tiers: dict[StateTier, list[int]] = {tier: [] for tier in StateTier}
     layers: list[tuple[int, ActivationOption]] = []
     for kind, counts in zip(kinds, assignment.counts, strict=True):
         if kind.tiers:
-            for block, tier in zip(kind.blocks, _spread(kind.tiers, counts), strict=True):
+            for block, tier in zip(
+                kind.blocks, _among_each_other(dict(zip(kind.tiers, counts, strict=True))), strict=True
+            ):
                 tiers[tier].append(block)
         else:
-            ways = sorted(_spread(kind.activations, counts), key=lambda way: way.held_nbytes)
+            ways = sorted(_one_after_the_other(kind.activations, counts), key=lambda way: way.held_nbytes)
             layers += zip(kind.blocks, ways, strict=True)
     by_layer = {block: way.choice for block, way in layers}
     chosen = (by_layer.get(block, RECOMPUTE_ALL) for block in range(1, len(costs.job.model.layers) + 1))
@@ -308,11 +335,12 @@ def placement_of(costs: StepCosts, kinds: Sequence[Kind], assignment: Assignment
         commit_every=costs.commit_every if rests_in_memory else None,
         device_blocks=tuple(sorted(tiers[StateTier.DEVICE])),
         host_blocks=tuple(sorted(tiers[StateTier.HOST])),
-        streamed_blocks=costs.streamed_blocks,
+        streamed_blocks=costs.streamed_layers,
         num_cached_params=sum(map(costs.job.size.num_chunks, cached)) if cached else None,
         group_size=costs.group_size,
         num_grad_buffers=costs.num_grad_buffers,
         streams_grads=costs.streams_grads,
+        streams_ends=costs.streams_ends,
         num_passing_blocks=costs.num_passing_blocks,
         depths=_letting_tensors_leave(costs, [way for _, way in layers], num_stores=2 if num_on_ssd else 1),
         activations=tuple(chosen),
@@ -357,6 +385,26 @@ def _assignment(costs: StepCosts, kinds: Sequence[Kind], placement: Placement) -
     return Assignment(counts=tuple(counts), moved_nbytes=costs.job.num_ranks * placement.ssd_activation_nbytes)
 
 
-def _spread(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:
+def _one_after_the_other(ways: Iterable[_Any], counts: Iterable[int]) -> Iterator[_Any]:
     for way, count in zip(ways, counts, strict=True):
         yield from [way] * count
+
+
+def _among_each_other(counts: Mapping[StateTier, int]) -> Iterator[StateTier]:
+    """Yields the tier of each block of a kind, in the order of blocks.
+
+    Updates come in the order of blocks, or against it. If all blocks in host memory came before the others, the SSDs
+    would wait meanwhile, and then the CPU. So these blocks are spread evenly over all that are not on the device.
+    Params in host memory are those of the first blocks on the SSDs.
+    """
+    yield from [StateTier.DEVICE] * counts.get(StateTier.DEVICE, 0)
+    num_host, num_cached = counts.get(StateTier.HOST, 0), counts.get(StateTier.CACHED, 0)
+    number = num_host + num_cached + counts.get(StateTier.SSD, 0)
+    num_before = 0  # of blocks that are not in host memory
+    for place in range(number):
+        # Rounded up, so that the first block is in host memory if any is.
+        if -(-(place + 1) * num_host // number) > -(-place * num_host // number):
+            yield StateTier.HOST
+        else:
+            yield StateTier.CACHED if num_before < num_cached else StateTier.SSD
+            num_before += 1

@@ -24,6 +24,10 @@ class Part(IntEnum):
     FIRST_UPDATE = 10  # from the last gradient to the first block's new params; nothing computes meanwhile
     SSD_FLUSH = 11  # writes of states resident in memory, for a commit
     HOST_MEMORY = 12  # all that the other parts read and write in the host's memory, of all GPU workers
+    # Of these, what passes that memory in the forward pass (with all updates, if these are over before the head), and
+    # in the backward pass. Where updates may come in either, they are in neither.
+    HOST_FORWARD = 13
+    HOST_BACKWARD = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,10 @@ class WaitingUpdates:
     ssd_s: float
 
 
+# They repeat what other parts count.
+HOST_PARTS = (Part.HOST_MEMORY, Part.HOST_FORWARD, Part.HOST_BACKWARD)
+
+
 def bounding_parts(
     head_s: float,
     slots_of_updates: dict[Part, float],
@@ -44,13 +52,14 @@ def bounding_parts(
     slowed_by_other_way: float,
     num_rounds: int,
     waiting: WaitingUpdates | None,
+    waits_for_copies: bool = False,
 ) -> Iterator[tuple[dict[Part, float], float]]:
     """Yields the weights of parts, and seconds to add, of each bound.
 
     `head_s`: of all micro-batches. `ssd_cores`: see `StepCosts`, if the device is the CPU. `slowed_by_other_way`:
     additional seconds of a transfer for each second in which the other direction of the link is busy. `num_rounds`:
     the groups of micro-batches that one GPU worker computes. `waiting`: the updates that may wait for the end of the
-    backward pass; None: all.
+    backward pass; None: all. `waits_for_copies`: the backward pass waits while a gradient is copied out.
     """
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
@@ -65,7 +74,7 @@ def bounding_parts(
         # Matrix products are split evenly over the cores: while one core does other work, all wait for it.
         yield once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
     of_forward = [p.FORWARD, p.D2H_FORWARD]
-    of_backward = [p.BACKWARD, p.H2D_BACKWARD]
+    of_backward: list[tuple[Part, ...]] = [_backward_compute(waits_for_copies=waits_for_copies), (p.H2D_BACKWARD,)]
     # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
     # compute.
     updates = updates_of(order, slots_of_updates)
@@ -74,7 +83,7 @@ def bounding_parts(
     between = (num_rounds - 1) / num_rounds
     if order.keeps_grads:
         of_forward.append(p.H2D_FORWARD)
-        of_backward += [p.D2H_BACKWARD, p.SSD_BACKWARD]
+        of_backward += [(p.D2H_BACKWARD,), (p.SSD_BACKWARD,)]
     else:
         for update in updates:
             yield update | dict.fromkeys(compute, between), head_s / num_rounds
@@ -82,16 +91,30 @@ def bounding_parts(
             yield from _held_back(waiting, slots_of_updates, between)
     for backward in of_backward:
         for forward in of_forward:
-            yield once(forward, backward), 0.0
+            yield once(forward, *backward), 0.0
         if order.keeps_grads:
             for update in updates:
-                yield update | once(backward) | _of_earlier_forwards(between, backward), head_s / num_rounds
+                yield update | once(*backward) | _of_earlier_forwards(between, backward), head_s / num_rounds
     if not order.overlaps_steps:
         # The next forward pass waits for all updates, and these wait for all gradients. So the three do not overlap.
         passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
         alone = (once(p.OPTIMIZER), once(p.SSD_UPDATE), slots_of_updates)
         for (forward, backward), update in itertools.product(passes, alone):
-            yield update | once(forward, backward), 0.0
+            yield update | once(forward, *backward), 0.0
+
+
+def host_bounding_parts(*, waits_for_copies: bool) -> Iterator[dict[Part, float]]:
+    """Yields the weights of parts of each bound by what passes the host's memory in one pass, with one GPU worker.
+
+    `waits_for_copies`: see `bounding_parts`.
+    """
+    p = Part
+    yield once(p.HOST_FORWARD, *_backward_compute(waits_for_copies=waits_for_copies))
+    yield once(p.FORWARD, p.HOST_BACKWARD)
+
+
+def _backward_compute(*, waits_for_copies: bool) -> tuple[Part, ...]:
+    return (Part.BACKWARD, Part.D2H_BACKWARD) if waits_for_copies else (Part.BACKWARD,)
 
 
 def updates_of(order: UpdateOrder, slots_of_updates: dict[Part, float]) -> list[dict[Part, float]]:
@@ -101,9 +124,9 @@ def updates_of(order: UpdateOrder, slots_of_updates: dict[Part, float]) -> list[
     return [once(p.OPTIMIZER), slots_of_updates, once(*(p.SSD_FORWARD, *ssd) if order.keeps_grads else ssd)]
 
 
-def _of_earlier_forwards(between: float, backward: Part) -> dict[Part, float]:
+def _of_earlier_forwards(between: float, backward: tuple[Part, ...]) -> dict[Part, float]:
     """Returns the compute of forward passes after the first group's, in which no update overlaps either."""
-    return {Part.FORWARD: between} if between and backward is Part.BACKWARD else {}
+    return {Part.FORWARD: between} if between and Part.BACKWARD in backward else {}
 
 
 def _held_back(

@@ -52,7 +52,14 @@ from windlass.planner.cost import (
     ways_of_layer,
 )
 from windlass.planner.solver.program import BlockGroup, Bound, Buffer, Option, Overflow, Program
-from windlass.planner.solver.step_bounds import Part, WaitingUpdates, bounding_parts, once
+from windlass.planner.solver.step_bounds import (
+    HOST_PARTS,
+    Part,
+    WaitingUpdates,
+    bounding_parts,
+    host_bounding_parts,
+    once,
+)
 
 _MOST_COMMIT_EVERY = 1000  # steps between commits of states in memory
 
@@ -95,6 +102,11 @@ class PlannedJob:
     crossings: Crossings = NO_CROSSINGS
     num_groups_in_flight: int = 1
     spills: bool | None = None  # kept gradients go to the SSDs; None: the planner chooses
+    num_head_slices: int = 1  # parts of a micro-batch that go through the head one after the other
+    # The elements of a part of a matrix, of which the planner may choose one, the largest first; none: it is that of
+    # the training config. `with_cut`: makes the model of a job without a cut that of one with it.
+    cuts: tuple[int, ...] = ()
+    with_cut: Callable[[ModelProfile, int], ModelProfile] = lambda model, cut: model
     # Bytes of device memory that every plan with the same buffers and group size needs beyond the cost model's formula.
     left_out_nbytes: "Callable[[StepCosts], float]" = lambda costs: 0.0
 
@@ -106,6 +118,24 @@ class PlannedJob:
         orders = dict.fromkeys((self.update_order, UpdateOrder.KEPT))
         return tuple(
             replace(self, training=replace(self.training, update_order=order), chooses_order=False) for order in orders
+        )
+
+    @property
+    def cut(self) -> int | None:
+        """The most elements of a part of a matrix; None: no matrix is cut."""
+        return self.training.cut_matrices
+
+    @cached_property
+    def by_cut(self) -> "tuple[PlannedJob, ...]":
+        """The job with each of `cuts`, the largest first."""
+        return tuple(
+            replace(
+                self,
+                model=self.with_cut(self.model, cut),
+                training=replace(self.training, cut_matrices=cut),
+                cuts=(),
+            )
+            for cut in self.cuts
         )
 
     @cached_property
@@ -225,10 +255,10 @@ class StepCosts:
     own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
 
     `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
-    and come back for each further micro-batch. `spills`: kept gradients go to the SSDs; then no states
-    are resident in memory. `overflows`: swapped activations may continue to the SSDs, so staging buffers exist.
-    `num_passing_blocks`: typical blocks whose gradients may wait for their update, if gradients are not kept; None: as
-    many as are useful.
+    and come back for each further micro-batch. `streams_ends`: both also for embedding and head. `spills`: kept
+    gradients go to the SSDs; then no states are resident in memory. `overflows`: swapped activations may continue to
+    the SSDs, so staging buffers exist. `num_passing_blocks`: typical blocks whose gradients may wait for their update,
+    if gradients are not kept; None: as many as are useful.
     """
 
     job: PlannedJob
@@ -240,6 +270,7 @@ class StepCosts:
     overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
     streams_grads: bool = False
+    streams_ends: bool = False
     num_passing_blocks: int | None = None
     depths: QueueDepths = field(default_factory=QueueDepths)
     given_commit_every: int | None = None  # steps between commits of states in memory; None: see `commit_every`
@@ -247,7 +278,8 @@ class StepCosts:
     _shared: dict[object, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        key = (self.speeds, self.group_size, self.streams, self.streams_grads, self.spills, self.commit_every)
+        pieces = self.streams, self.streams_grads, self.streams_ends
+        key = (self.speeds, self.group_size, pieces, self.spills, self.commit_every)
         object.__setattr__(self, "_shared", self.job.known.setdefault(key, {}))
 
     def _once_known(self, what: object, compute: Callable[[], _Any]) -> _Any:
@@ -255,9 +287,9 @@ class StepCosts:
         return _known(self._shared, what, compute)
 
     @property
-    def saver_of_device_memory(self) -> tuple[bool, bool, int]:
-        """Returns whether layers, and their gradients, come in pieces, and the number of buffers for gradients."""
-        return self.streams, self.streams_grads, self.num_grad_buffers
+    def saver_of_device_memory(self) -> tuple[bool, bool, bool, int, int | None]:
+        """The choices of pieces for layers, gradients and ends, the number of buffers for gradients, and the cut."""
+        return self.streams, self.streams_grads, self.streams_ends, self.num_grad_buffers, self.job.cut
 
     @property
     def num_groups(self) -> int:
@@ -353,7 +385,7 @@ class StepCosts:
             nbytes=nbytes,
             limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
             bounds=_known(self.job.known, of_bounds, lambda: tuple(self._bounds())),
-            uncounted_parts=(Part.HOST_MEMORY,),
+            uncounted_parts=HOST_PARTS,
             overflow=self._once_known("overflow", self._overflow) if self.overflows else None,
             buffers=(
                 Buffer(tier=TIER_INDEX[MemoryTier.DEVICE], most_nbytes=self._most_leaving_nbytes()),
@@ -453,8 +485,8 @@ class StepCosts:
         if self.spills:
             seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
             seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
-        moved_nbytes = self._in_host_memory(block, tier, sums.in_host_nbytes)
-        seconds[Part.HOST_MEMORY] = moved_nbytes / speeds.host_memory_bytes
+        for part, nbytes in self._in_host_memory(block, tier, sums.in_host_nbytes).items():
+            seconds[part] = nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
             seconds[Part.FIRST_UPDATE] = max(
@@ -478,9 +510,11 @@ class StepCosts:
         num_between = 0
         if self._is_in_pieces and block in self.streamed_blocks:
             # A sum comes for each micro-batch but the step's first one: that of its lane, or at a lane's end the total.
-            num_all = job.num_microbatches - 1
-            num_partial = self.num_successive - (1 if job.num_ranks == 1 else 0)
-            num_beside = self.num_successive - 1
+            # The head's comes for each slice.
+            num_slices = job.num_head_slices if self._is_head(block) else 1
+            num_all = num_slices * job.num_microbatches - 1
+            num_partial = num_slices * self.num_successive - (1 if job.num_ranks == 1 else 0)
+            num_beside = num_slices * self.num_successive - 1
         elif block in self._overlaid_blocks:
             # There is room for one sum, so the total goes out and in between two lanes of a group.
             num_lanes_more = max(0, job.lanes.num_lanes - self.num_groups)
@@ -498,7 +532,7 @@ class StepCosts:
             in_host_nbytes=2 * num_all * sum_nbytes + grad_nbytes,
         )
 
-    def _in_host_memory(self, block: int, tier: StateTier, grads_nbytes: float) -> float:
+    def _in_host_memory(self, block: int, tier: StateTier, grads_nbytes: float) -> dict[Part, float]:
         """Returns the bytes that a step reads and writes in host memory for a block whose states are not on a device.
 
         `grads_nbytes`: of its gradient and of unfinished sums, in and out, of all GPU workers.
@@ -511,15 +545,27 @@ class StepCosts:
             if block in self.streamed_blocks
             else self.num_groups / self.num_rounds
         )
-        nbytes = workers * sum(self._uses(block)) * param_nbytes + grads_nbytes
-        nbytes += numel * (job.read_itemsize + job.grad_itemsize + job.state_itemsize)  # the update
+        forward_nbytes, backward_nbytes = (workers * number * param_nbytes for number in self._uses(block))
+        backward_nbytes += grads_nbytes
+        update_nbytes: float = numel * (job.read_itemsize + job.grad_itemsize + job.state_itemsize)
+        flushed_nbytes = 0.0
         if tier is StateTier.HOST:
-            return nbytes + numel * job.state_itemsize / self.commit_every
-        if tier is StateTier.SSD:
-            nbytes += sum(self._fetches(block)) * param_nbytes
-        if self.spills:
-            nbytes += 2 * numel * job.grad_itemsize
-        return nbytes + numel * (job.read_itemsize - self._read_from_memory(tier) + job.state_itemsize)
+            flushed_nbytes = numel * job.state_itemsize / self.commit_every
+        else:
+            update_nbytes += numel * (job.read_itemsize - self._read_from_memory(tier) + job.state_itemsize)
+            if tier is StateTier.SSD:
+                reads_forward, reads_backward = self._fetches(block)
+                forward_nbytes += reads_forward * param_nbytes
+                backward_nbytes += reads_backward * param_nbytes
+            if self.spills:
+                backward_nbytes += numel * job.grad_itemsize
+                update_nbytes += numel * job.grad_itemsize
+        return {
+            Part.HOST_MEMORY: forward_nbytes + backward_nbytes + update_nbytes + flushed_nbytes,
+            # Kept gradients are updated before the head.
+            Part.HOST_FORWARD: forward_nbytes + (update_nbytes if job.keeps_grads else 0.0),
+            Part.HOST_BACKWARD: backward_nbytes,
+        }
 
     def _read_from_memory(self, tier: StateTier) -> int:
         """Returns the bytes of a param that an update finds in host memory: cached params that are part of the master.
@@ -533,6 +579,9 @@ class StepCosts:
 
     def _uses(self, block: int) -> tuple[int, int]:
         """Returns how often a block's params are copied to the device in the forward and in the backward pass."""
+        if self.streams_ends and not 0 < block <= len(self.job.model.layers):
+            number = self.num_successive * (self.job.num_head_slices if self._is_head(block) else 1)
+            return number, number
         if block in self.streamed_blocks:
             # Once for each micro-batch. The backward pass recomputes, and then uses the matrices again from the end.
             return self.num_successive, 2 * self.num_successive
@@ -545,13 +594,16 @@ class StepCosts:
         where all operations of a step find its params. Of other blocks, those in the buffers at the turns of a pass are
         fetched once less (`BlockBuffers`). That depends on the order in which blocks are placed, so it is not counted.
         """
-        is_head = block == len(self.job.model.layers) + 1
+        is_head = self._is_head(block)
         if self._ends_share_params and (block == 0 or is_head):
             # The embedding stays there from a group's backward pass to the next one's forward pass.
             return (self.num_rounds, 0) if is_head else (1, self.num_rounds)
         if block not in self.streamed_blocks and block in self.job.blocks_of_own_size:
             return 1, 0
         return self.num_rounds, 0 if is_head else self.num_rounds
+
+    def _is_head(self, block: int) -> bool:
+        return block == len(self.job.model.layers) + 1
 
     def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
         job, speeds, num = self.job, self.speeds, self.num_successive
@@ -561,9 +613,10 @@ class StepCosts:
             Part.BACKWARD: num * self.backward_s(layer, way),
             Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
             Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
-            # Of all GPU workers, out and in.
-            Part.HOST_MEMORY: 2 * job.num_microbatches / num * swapped_nbytes / speeds.host_memory_bytes,
         }
+        # Of all GPU workers, out and in.
+        passed_s = job.num_microbatches / num * swapped_nbytes / speeds.host_memory_bytes
+        seconds |= {Part.HOST_MEMORY: 2 * passed_s, Part.HOST_FORWARD: passed_s, Part.HOST_BACKWARD: passed_s}
         host = job.num_ranks * self.num_held_microbatches * way.num_slots * ACTIVATION_SLOT_NBYTES
         # The CPU finishes its copies before it computes the next layer.
         leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
@@ -634,7 +687,7 @@ class StepCosts:
         depths = self.depths.params, self.depths.states, self.depths.staged_activations
         of_host = "host", depths, self.overflows, self.num_passing_blocks
         host, ssd = self._once_known(of_host, self._count_always_on_host)
-        device = self._always_on_device() + self.job.left_out_nbytes(self)
+        device = self.always_on_device
         return (device, host + self.num_devices_in_host * device, ssd)
 
     def _count_always_on_host(self) -> tuple[float, float]:
@@ -655,8 +708,9 @@ class StepCosts:
                 num_cached_params=0,
                 num_host_grad_blocks=0 if self.spills else None,
                 num_passing_blocks=self.num_passing_blocks,
-                streamed_blocks=self.streamed_blocks,
+                streamed_blocks=self.streamed_layers,
                 streams_grads=self.streams_grads,
+                streams_ends=self.streams_ends,
                 depths=self.depths,
                 # The staging buffers do not depend on the amount.
                 ssd_activation_nbytes=2**40 if self.overflows else 0,
@@ -674,20 +728,55 @@ class StepCosts:
         return host, plan.ssd_nbytes
 
     @property
-    def streamed_blocks(self) -> tuple[int, ...]:
+    def streamed_layers(self) -> tuple[int, ...]:
         """The layers that are copied in pieces."""
         return self.job.model.unshared_layers if self.streams else ()
+
+    @property
+    def streamed_blocks(self) -> tuple[int, ...]:
+        """The blocks that are copied in pieces."""
+        return (*self.streamed_layers, *self._own_ends) if self.streams_ends else self.streamed_layers
+
+    @property
+    def _own_ends(self) -> tuple[int, ...]:
+        """The embedding and the head, as far as the box computes them."""
+        return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
+
+    @property
+    def may_stream_ends(self) -> bool:
+        """True if embedding and head can come in pieces, and their gradients leave in pieces, as those of layers do."""
+        job = self.job
+        is_rounded = job.grad_itemsize < PARTIAL_GRAD_ITEMSIZE and job.num_head_slices > 1
+        is_alone = not job.model.shared_blocks and not job.crossings.num_lent_chunks
+        return self.streams_grads and is_alone and not is_rounded
 
     @property
     def _is_in_pieces(self) -> bool:
         """True if gradients leave in pieces, and there are layers whose gradients can."""
         return self.streams_grads and bool(self.streamed_blocks)
 
-    def _always_on_device(self) -> float:
-        """Returns the bytes of the device's buffers and of the largest operation."""
-        return self._once_known(("device", self.num_grad_buffers), self._count_always_on_device)
+    @property
+    def always_on_device(self) -> float:
+        """The bytes of the device's buffers and of the largest operation."""
+        nbytes = self._once_known(("device", self.num_grad_buffers), self._count_always_on_device)
+        return nbytes + self.job.left_out_nbytes(self)
+
+    @property
+    def least_on_device_if_cut(self) -> float:
+        """A lower bound of the same for all cuts of matrices: without pieces and operations."""
+        least = replace(self, streams_ends=True) if self.may_stream_ends else self
+        return self._once_known(("cut", self.num_grad_buffers), lambda: least._buffers_on_device(piece=0))
 
     def _count_always_on_device(self) -> float:
+        model, cut = self.job.model, self.job.cut
+        piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_layers), default=0)
+        if self.streams_ends:
+            piece = max(piece, model.embedding.numel, model.head.numel)
+        peak = max(block.peak_nbytes for block in model.blocks)
+        return self._buffers_on_device(piece=piece if cut is None else min(piece, cut)) + peak
+
+    def _buffers_on_device(self, *, piece: int) -> float:
+        """Returns the bytes of the device's buffers. `piece`: elements of the largest piece."""
         job, model = self.job, self.job.model
         numels = [block.numel for block in model.blocks]
         resident = self.streamed_blocks  # streamed layers have no buffers of their own
@@ -700,19 +789,15 @@ class StepCosts:
         grads += lane_buffers(
             numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size, elsewhere=elsewhere
         )
-        piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_blocks), default=0)
         param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
         grad_numel = sum(numel * count for numel, count in grads.items())
-        peak = max(block.peak_nbytes for block in model.blocks)
         overlay = self._overlay_nbytes(piece) if self._is_in_pieces else 0
-        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay + peak
+        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay
 
     @property
     def _overlaid_blocks(self) -> tuple[int, ...]:
         """The blocks whose gradients lie in the memory of gradients in pieces: see `Plan.grad_overlaid_blocks`."""
-        if not self._is_in_pieces:
-            return ()
-        return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
+        return self._own_ends if self._is_in_pieces and not self.streams_ends else ()
 
     @property
     def _ends_share_params(self) -> bool:
@@ -721,7 +806,7 @@ class StepCosts:
 
     def _overlay_nbytes(self, piece: int) -> int:
         """Returns the bytes of that memory. `piece`: elements of the largest one."""
-        job, layer = self.job, self.streamed_blocks[0]
+        job, layer = self.job, self.streamed_layers[0]
         users = grad_overlay_of_job(
             [piece if block == layer else profile.numel for block, profile in enumerate(job.model.blocks)],
             {layer: (0, piece)},
@@ -778,8 +863,11 @@ class StepCosts:
         seconds = {
             Part.SSD_FORWARD: share / self.speeds.write_bytes,
             Part.SSD_BACKWARD: share / self.speeds.read_bytes,
-            Part.HOST_MEMORY: 2 * share / self.speeds.host_memory_bytes,
         }
+        passed_s = share / self.speeds.host_memory_bytes
+        seconds |= {Part.HOST_MEMORY: 2 * passed_s, Part.HOST_BACKWARD: passed_s}
+        if self.job.keeps_grads:  # else writes may go on in the backward pass
+            seconds[Part.HOST_FORWARD] = passed_s
         source, target = TIER_INDEX[MemoryTier.HOST], TIER_INDEX[MemoryTier.SSD]
         return Overflow(source=source, target=target, seconds=self._seconds(seconds))
 
@@ -794,9 +882,6 @@ class StepCosts:
 
     def _bounds(self) -> Iterator[Bound]:
         head_s = self.num_successive * sum(self.compute_s(self.job.model.head))
-        if self._waits_for_copies:
-            alone = (Part.FORWARD, Part.BACKWARD, Part.D2H_BACKWARD)
-            yield self._bound(once(*alone))
         for parts, constant_s in bounding_parts(
             head_s,
             self.slots_of_updates(),
@@ -805,9 +890,13 @@ class StepCosts:
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
             num_rounds=self.num_rounds,
             waiting=self._waiting,
+            waits_for_copies=self._waits_for_copies,
         ):
             yield self._bound(parts, constant_s)
-        yield replace(self._bound(once(Part.HOST_MEMORY)), is_rare=True)
+        passes = host_bounding_parts(waits_for_copies=self._waits_for_copies)
+        # Several GPU workers drift apart, so one's forward pass may be beside another's backward pass.
+        for parts in (once(Part.HOST_MEMORY), *(passes if self.job.num_ranks == 1 else ())):
+            yield replace(self._bound(parts), is_rare=True)
 
     def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
         """Returns a bound. The backward pass ends with that of the last GPU worker."""

@@ -16,14 +16,14 @@ from windlass.planner.solver import (
     Solution,
     least_copied_s,
     least_cost_of,
+    most_cost_of_any,
     updates_of,
 )
 from windlass.planner.stages.pipeline import LeastWork, StageTimes
 
 # The parts of a step that each box has once a step, not in every round.
-_ONCE_A_STEP = (Part.OPTIMIZER, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE)
-# The cost by which plans of a box are compared, as a multiple of the step time: at most this number.
-_MOST_COST = 1.05
+# With kept gradients, what passes the host's memory in the forward pass has the updates.
+_ONCE_A_STEP = (Part.OPTIMIZER, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE, Part.HOST_FORWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ class BoxPlans:
     _jobs: dict[tuple[int, int], PlannedJob] = field(default_factory=dict)
     _least: dict[Rounds, LeastWork] = field(default_factory=dict)
     _alike: "list[BoxPlans]" = field(init=False, default_factory=list)
+    _cut: "BoxPlans | None" = field(init=False, default=None)
 
     def of(self, run: Run, rounds: Rounds, *, below: float = math.inf) -> BoxPlan | None:
         """Returns the plan of a box for a run of blocks. None: none fits, or each takes `below` seconds or more."""
@@ -135,7 +136,9 @@ class BoxPlans:
     def _searched(self, run: Run, rounds: Rounds, below: float) -> BoxPlan | None:
         job = self.job_of(run, rounds)
         try:
-            solution = solve_counted(self.question_of(rounds), job, self.profiles, below=below * _MOST_COST)
+            solution = solve_counted(
+                self.question_of(rounds), job, self.profiles, below=most_cost_of_any(job.cut, below)
+            )
         except DoesNotFitError:
             return None
         return BoxPlan(solution=solution, times=times_of(solution, rounds))
@@ -153,7 +156,8 @@ class BoxPlans:
         key = self.num_ranks(rounds), rounds.num_microbatches
         if key not in self._jobs:
             job = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
-            self._jobs[key] = replace(job, spills=self.spills)
+            # All boxes of a job have one cut of matrices, so none chooses its own; see `with_cut`.
+            self._jobs[key] = replace(job, spills=self.spills, cuts=())
         return replace(self._jobs[key], group_size=rounds.group_size)
 
     @property
@@ -172,6 +176,18 @@ class BoxPlans:
                     for spills in ((False, True) if order.keeps_grads else (None,))
                 ]
         return self._alike
+
+    @property
+    def with_cut(self) -> "BoxPlans":
+        """The plans with the smallest parts of matrices, if the planner chooses them; else these plans."""
+        if self._cut is None:
+            question = self.kind.question
+            if cuts := self.profiles.job(question, question.training.num_microbatches).cuts:
+                kind = replace(self.kind, question=question.changed(cut_matrices=cuts[-1]))
+                self._cut = BoxPlans(kind=kind, profiles=self.profiles, spills=self.spills)
+            else:
+                self._cut = self
+        return self._cut
 
     def least_work(self, rounds: Rounds) -> LeastWork:
         """Returns the least work of a box for a step of the whole model."""

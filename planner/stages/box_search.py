@@ -216,9 +216,19 @@ def _best_of(
 
     `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
     box of the first kind comes first. `below`: only plans with a shorter step count. `simulates`: see `_best_of_one`.
+    Matrices are cut only if nothing fits otherwise, and then into the smallest parts.
     """
     if sum(number for _, number in chosen) == 1:
         return _best_of_one(chosen[0][0], simulates=simulates)
+    best = _best_of_several(chosen, likely, leads=leads, below=below)
+    if best is not None or below < math.inf or all(boxes.with_cut is boxes for boxes, _ in chosen):
+        return best
+    cut = [(boxes.with_cut, number) for boxes, number in chosen]
+    return _best_of_several(cut, likely, leads=leads, below=below)
+
+
+def _best_of_several(chosen: Choice, likely: Rounds | None, *, leads: bool, below: float) -> PlannedStages | None:
+    """Does the same as `_best_of` for several boxes, whose questions say which cut of matrices all of them have."""
     best = search_free(chosen, likely, leads=leads, below=below)
     if best is None or agree(best.plans):
         return best
@@ -327,7 +337,8 @@ def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
     """Yields the divisions of a step: numbers of GPUs and of micro-batches, and sizes of groups.
 
     Of those with the same number of rounds, only those with the smallest and the largest micro-batches are tried. The
-    plans of the others are between theirs.
+    plans of the others are between theirs. With cut matrices they are not: the largest need too much memory of the
+    device, and the smallest move each matrix most often.
     """
     for num_ranks in _numbers_of_gpus(boxes):
         of_ranks = replace(boxes[0].kind.question, num_ranks=num_ranks, chooses_ranks=False)
@@ -337,7 +348,7 @@ def _all_rounds(boxes: Sequence[BoxPlans]) -> Iterator[Rounds]:
                 rounds = Rounds(num_ranks=num_ranks, num_microbatches=num_microbatches, group_size=size)
                 by_number.setdefault(rounds.number, []).append(rounds)
         for same in by_number.values():
-            yield from dict.fromkeys((same[-1], same[0]))
+            yield from dict.fromkeys((same[-1], same[0]) if of_ranks.training.cut_matrices is None else reversed(same))
 
 
 def _pipeline(sequence: Sequence[BoxPlans], rounds: Rounds) -> Pipeline:

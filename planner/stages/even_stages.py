@@ -25,6 +25,7 @@ def even_stages(request: StagesRequest, layout: ModelLayout, notes: Sequence[str
         num_ranks=max(ranks),
         num_microbatches=rounds.num_microbatches,
         update_order=request.training.order_of_updates,
+        cut_matrices=request.training.cut_matrices,
         step_s=None,
         stages=tuple(
             StagePlan(

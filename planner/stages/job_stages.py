@@ -222,6 +222,7 @@ def _plan_of(
         num_ranks=planned.rounds.num_ranks,
         num_microbatches=planned.rounds.num_microbatches,
         update_order=planned.plans[0].solution.costs.job.update_order,
+        cut_matrices=planned.plans[0].solution.costs.job.cut,
         step_s=step_s,
         stages=tuple(
             _stage_of(box, run, plan, commit_every, most_ranks=planned.rounds.num_ranks)

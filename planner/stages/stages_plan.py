@@ -49,6 +49,7 @@ class StagesPlan:
     num_ranks: int  # GPU workers of each box whose stage has no other number
     num_microbatches: int
     update_order: UpdateOrder
+    cut_matrices: int | None = None  # the job's; see `TrainingConfig`
     step_s: float | None  # by the cost model; None: not known
     stages: tuple[StagePlan, ...]
     notes: tuple[str, ...] = ()  # for the user: what was assumed
@@ -93,8 +94,10 @@ class StagesPlan:
         values: dict[str, Any] = _PLAN.dump_python(self, mode="json")
         if not self.from_attempt:
             del values["from_attempt"]  # so that plans of releases that lack it keep their bytes, and so their digests
+        if self.cut_matrices is None:
+            del values["cut_matrices"]  # for the same reason
         for stage in values["stages"]:
-            for name in _NEW_OF_STAGE:  # for the same reason
+            for name in _NEW_OF_STAGE:
                 if stage[name] is None:
                     del stage[name]
         return values

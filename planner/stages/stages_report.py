@@ -49,6 +49,7 @@ class StagesReport:
     waiting_share: float  # of a step, in which the busiest box waits
     gpus: int  # of a box with most of them
     num_microbatches: int
+    cut_matrices: int | None  # the most elements of a part of a matrix; None: no matrix is cut
     group_size: int
     num_rounds: int
     network_gb_per_step: float  # that the busiest network card sends; it receives as much
@@ -71,6 +72,7 @@ def report_of_stages(planned: PlannedStages, simulated_s: float | None = None) -
         waiting_share=max(0.0, 1 - pipeline.parts_s[Limit.BOX] / step_s),
         gpus=rounds.num_ranks,
         num_microbatches=rounds.num_microbatches,
+        cut_matrices=planned.plans[0].solution.costs.job.cut,
         group_size=rounds.group_size,
         num_rounds=rounds.number,
         network_gb_per_step=max(pipeline.sent_nbytes) / GB,

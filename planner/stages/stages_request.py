@@ -51,6 +51,7 @@ class StagesRequest:
     training: TrainingConfig
     num_validation_examples: int = 0
     chooses_microbatches: bool = False
+    chooses_cut: bool = False
     chooses_order: bool = False
     num_ranks: int = 1  # GPU workers of each box that has room for so many
     chooses_ranks: bool = False
@@ -106,6 +107,7 @@ class StagesRequest:
             hardware=hardware,
             training=self.training,
             chooses_microbatches=self.chooses_microbatches,
+            chooses_cut=self.chooses_cut,
             chooses_order=self.chooses_order,
             dataset_dir=self.dataset_dir,
             num_validation_examples=self.num_validation_examples,

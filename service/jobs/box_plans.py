@@ -26,8 +26,8 @@ from windlass.service.jobs.plan_files import load_plan
 from windlass.service.jobs.spec_builder import (
     dataset_dir,
     does_not_fit,
+    first_plan_of,
     job_dir,
-    planned_microbatches,
     resolve_settings,
     settings_of,
     training_config_of,
@@ -125,15 +125,19 @@ def requests_for_kinds(
     """Returns functions that make the requests to the planner from the results of a preparation, by kind.
 
     Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes
-    follow from it on every box. The first plan that fits chooses the number of micro-batches, if the job leaves it
-    open. The plans after it have the same number.
+    follow from it on every box. The first plan that fits chooses the number of micro-batches and the cut of matrices,
+    if the job leaves them open. The plans after it have the same ones.
     """
 
     def request(kind: BoxKind, results: Results) -> PlanRequest:
         training = resolve_settings(job, results, num_devices=num_devices).training
-        is_open = settings_of(job).windlass.num_microbatches is None and planned_microbatches(results) is None
+        asked, is_open = settings_of(job).windlass, first_plan_of(results) is None
         request = _request(settings, job, kind, training, results[PREPARE_DATA]["num_validation_examples"])
-        return replace(request, chooses_microbatches=is_open)
+        return replace(
+            request,
+            chooses_microbatches=is_open and asked.num_microbatches is None,
+            chooses_cut=is_open and asked.cut_matrices == "auto",
+        )
 
     return {kind.key: functools.partial(request, kind) for kind in kinds if kind.hardware is not None}
 

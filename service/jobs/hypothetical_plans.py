@@ -65,6 +65,8 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
         "sequence_length": training.sequence_length,
         "lanes": training.lanes,
     }
+    if (cut := report.choices.get("cut_matrices")) is not None:  # without one, the job's own plan has none, either
+        values["cut_matrices"] = cut
     try:
         windlass = WindlassSettings.model_validate(values)
         JobSettings(supervised=SupervisedHyperparameters(), windlass=windlass, seed=0)

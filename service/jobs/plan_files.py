@@ -157,9 +157,14 @@ def load_plan_request(settings: Settings, job: Job) -> PlanRequest | None:
         return None
     # The home may have been moved since, and other jobs may run now.
     folder = model_dir(job.model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    # The job's number of micro-batches stays, also if its first plan chose it.
+    # The job's number of micro-batches and its cut of matrices stay, also if its first plan chose them.
     request = replace(
-        request, model_dir=folder, kept_times_dir=kept_times_dir(settings), is_alone=False, chooses_microbatches=False
+        request,
+        model_dir=folder,
+        kept_times_dir=kept_times_dir(settings),
+        is_alone=False,
+        chooses_microbatches=False,
+        chooses_cut=False,
     )
     return request if plan is None else request.with_inputs(plan.changed_inputs)
 

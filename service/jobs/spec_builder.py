@@ -194,8 +194,8 @@ def plan_request(
 
     `resources`: of this machine, which `hardware` then describes. If it is None, `hardware` is another machine. Nothing
     can be measured there, and this installation's settings do not apply. `asked`: the settings of the request. If they
-    leave the number of micro-batches open, the planner chooses it, whatever `training` has. `has_gpus`: the planner has
-    this machine's GPUs, if any, for itself. The other arguments are fields of the request.
+    leave the number of micro-batches or the cut of matrices open, the planner chooses it, whatever `training` has.
+    `has_gpus`: the planner has this machine's GPUs, if any, for itself. The other arguments are fields of the request.
     """
     chooses_microbatches = asked.num_microbatches is None
     most_microbatches = training.batch_size if chooses_microbatches else training.num_microbatches
@@ -206,6 +206,7 @@ def plan_request(
         hardware=hardware,
         training=training,
         chooses_microbatches=chooses_microbatches,
+        chooses_cut=asked.cut_matrices == "auto",
         chooses_order=asked.leaves_order_open,
         num_validation_examples=num_validation_examples,
         num_ranks=bounds.num_ranks,
@@ -262,12 +263,14 @@ def resolve_settings(job: "Job", results: Results, *, num_devices: int = 1) -> R
     """
     data, model = results[PREPARE_DATA], results[CHECK_MODEL]
     num_examples: int = data["num_examples"]
+    first = first_plan_of(results)
     try:
         training = resolve(
             settings_of(job),
             num_examples,
             num_devices=num_devices,
-            planned_microbatches=planned_microbatches(results),
+            planned_microbatches=None if first is None else first.num_microbatches,
+            planned_cut=None if first is None else first.cut_matrices,
         )
     except TooFewMicrobatchesError as error:
         raise PreparationError("invalid_value", str(error), error.param) from None
@@ -285,15 +288,15 @@ def resolve_settings(job: "Job", results: Results, *, num_devices: int = 1) -> R
     )
 
 
-def planned_microbatches(results: Results) -> int | None:
-    """Returns the number of micro-batches of the first plan that fits, among those in the results of a preparation.
+def first_plan_of(results: Results) -> JobPlan | None:
+    """Returns the first plan that fits, among those in the results of a preparation.
 
-    It decides the last bits of the job's results. So if the request leaves it open, the job has this number on every
-    kind of box, and for good.
+    Its number of micro-batches and its cut of matrices decide the last bits of the job's results. So if the request
+    leaves them open, the job has them on every kind of box, and for good.
     """
     answers = (answer for name, answer in results.items() if name.partition("@")[0] == PLAN_JOB)
     plans = (plan for answer in answers if (plan := JobPlan.from_json(answer)) is not None)
-    return next((number for plan in plans if (number := plan.num_microbatches) is not None), None)
+    return next((plan for plan in plans if plan.num_microbatches is not None), None)
 
 
 def training_config_of(job: "Job") -> TrainingConfig:

@@ -65,8 +65,8 @@ def stages_request(
 ) -> StagesRequest:
     """Makes the request for a prepared job over so many of these boxes, the first of which is the head's own.
 
-    The plan may choose the number of micro-batches if the settings leave it open and the job has not begun. If it
-    chooses GPUs, each box has as many as it has room for.
+    The plan may choose the number of micro-batches and the cut of matrices if the settings leave them open and the job
+    has not begun. If it chooses GPUs, each box has as many as it has room for.
     `boxes`: each with its name, its kind, and the bytes that are free on its SSDs, None if they are not known.
     `rates`: of the network between the boxes, as far as they were measured. `before`: the job's division so far, from
     which a new one takes all on which the bits of its results depend.
@@ -92,6 +92,7 @@ def stages_request(
         training=training,
         num_validation_examples=prepared["num_validation_examples"],
         chooses_microbatches=chooses_microbatches,
+        chooses_cut=asked.cut_matrices == "auto" and not job.attempt and _notes_divisible(layout_file(folder)),
         chooses_order=asked.leaves_order_open and before is None,
         num_ranks=num_ranks,
         chooses_ranks=chooses_gpus(job) and before is None,
@@ -99,6 +100,11 @@ def stages_request(
         num_boxes=num_boxes,
         rates=tuple(rates),
     )
+
+
+def _notes_divisible(layout: Path) -> bool:
+    """Returns whether a prepared layout says which matrices can be cut. Those of earlier versions do not."""
+    return '"is_divisible"' in layout.read_text()
 
 
 def _requested(name: str, kind: BoxKind, ssd_nbytes: int | None, job: Job, num_ranks: int) -> RequestedBox:
@@ -118,19 +124,21 @@ def _requested(name: str, kind: BoxKind, ssd_nbytes: int | None, job: Job, num_r
 def fields_of_stages(job: Job, plan: StagesPlan) -> JobFields:
     """Returns the fields of the row of a job that gets this plan, to be written before its first attempt.
 
-    The row then has the plan's numbers of micro-batches and GPUs. The first one decides the last bits of the results.
+    The row then has the plan's numbers of micro-batches and GPUs, and its cut of matrices. The first and the last one
+    decide the last bits of the results.
 
     Raises:
-        ValueError: the job has begun with another number of micro-batches.
+        ValueError: the job has begun with another number of micro-batches, or another cut.
     """
     hyperparameters = with_gpus(job, plan.num_ranks) if chooses_gpus(job) else dict(job.hyperparameters or {})
-    before = hyperparameters.get("num_microbatches")
-    if job.attempt and before != plan.num_microbatches:
-        raise ValueError(
-            f"the job has begun with num_microbatches {before}, on which its results depend, and the plan has "
-            f"{plan.num_microbatches}: make the plan again"
-        )
-    return {"hyperparameters": hyperparameters | {"num_microbatches": plan.num_microbatches}}
+    decided = {"num_microbatches": plan.num_microbatches, "cut_matrices": plan.cut_matrices}
+    for name, value in decided.items():
+        if job.attempt and hyperparameters.get(name) != value:
+            raise ValueError(
+                f"the job has begun with {name} {hyperparameters.get(name)}, on which its results depend, and the plan "
+                f"has {value}: make the plan again"
+            )
+    return {"hyperparameters": hyperparameters | decided}
 
 
 def fields_on_one_box(settings: Settings, job: Job, plan: StagesPlan) -> JobFields:
@@ -173,6 +181,7 @@ def _report_on_one_box(plan: StagesPlan) -> PlanReport:
             **(stage.choices or {}),
             "gpus": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
+            "cut_matrices": plan.cut_matrices,
             "group_size": plan.group_size,
             "gradient_updates": plan.update_order.value,
         },
@@ -219,6 +228,7 @@ def division_of(settings: Settings, job: Job) -> StagesPlan | None:
     return StagesPlan(
         num_ranks=gpus_of(job),
         num_microbatches=training.num_microbatches,
+        cut_matrices=training.cut_matrices,
         update_order=order or training.order_of_updates,
         step_s=None if plan is None else plan.report.step_s,
         stages=(stage,),
@@ -359,7 +369,7 @@ def build_stage_spec(
     stands for the step time by the plan.
 
     Raises:
-        ValueError: the row has other numbers of micro-batches or GPUs than the plan.
+        ValueError: the row has other numbers of micro-batches or GPUs than the plan, or another cut of matrices.
     """
     stage = plan.stages[index]
     # The threads are then those for as many optimizers as the plan has.
@@ -372,6 +382,11 @@ def build_stage_spec(
         raise ValueError(
             f"the job has {in_row[0]} micro-batches a step and {count_text(in_row[1], 'GPU')} of each box, and its "
             f"plan over several boxes is for {planned[0]} and {planned[1]}: make the plan again"
+        )
+    if spec.training.cut_matrices != plan.cut_matrices:
+        raise ValueError(
+            f"the job has cut_matrices {spec.training.cut_matrices}, and its plan over several boxes is for "
+            f"{plan.cut_matrices}: make the plan again"
         )
     return replace(
         spec,

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from windlass.engine.lanes import rounded_to_lanes
-from windlass.engine.memory_plan import UpdateOrder
+from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 from windlass.engine.training_config import (
     EarlyStopping,
     FinalModel,
@@ -51,6 +51,7 @@ _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
 MAX_GPUS = 16  # of one box
 MAX_BOXES = 16  # of one job
+_MOST_CUT_NUMEL = 2**40
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
@@ -86,6 +87,14 @@ def _auto_or_number(low: int, high: int) -> Callable[[Any], Any]:
         return None if value in (None, "auto") else check(value)
 
     return check_or_null
+
+
+def _cut_of_matrices(value: Any) -> Any:
+    if value in ("auto", "off"):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and LEAST_CUT_NUMEL <= value <= _MOST_CUT_NUMEL:
+        return value
+    raise ValueError(f'must be "auto", "off" or a whole number of elements from {LEAST_CUT_NUMEL} to {_MOST_CUT_NUMEL}')
 
 
 def _auto_or_order(value: Any) -> Any:
@@ -220,6 +229,19 @@ class WindlassSettings(_Strict):
         BeforeValidator(_auto_or_order),
         WithJsonSchema({"enum": ["auto", *UpdateOrder]}),
     ] = "auto"
+    # "auto": as the job's plan says. Else the most elements of a part of a matrix, or "off": no matrix is cut.
+    cut_matrices: Annotated[
+        int | Literal["auto", "off"],
+        PlainValidator(_cut_of_matrices),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"enum": ["auto", "off"], "type": "string"},
+                    {"type": "integer", "minimum": LEAST_CUT_NUMEL, "maximum": _MOST_CUT_NUMEL},
+                ]
+            }
+        ),
+    ] = "auto"
     # Checked against what stands above it.
     lanes: Annotated[
         int | Literal["auto"],
@@ -310,6 +332,11 @@ class WindlassSettings(_Strict):
     def update_order(self) -> UpdateOrder | None:
         """The order of updates that was asked for; None: the fastest one that is exact."""
         return None if self.gradient_updates == "auto" else self.gradient_updates
+
+    @property
+    def asked_cut(self) -> int | None:
+        """The most elements of a part of a matrix that was asked for; None: no matrix is cut, or the plan decides."""
+        return self.cut_matrices if isinstance(self.cut_matrices, int) else None
 
     @property
     def leaves_order_open(self) -> bool:
@@ -433,12 +460,18 @@ class JobSettings:
 
 
 def resolve(
-    settings: JobSettings, num_examples: int, *, num_devices: int = 1, planned_microbatches: int | None = None
+    settings: JobSettings,
+    num_examples: int,
+    *,
+    num_devices: int = 1,
+    planned_microbatches: int | None = None,
+    planned_cut: int | None = None,
 ) -> TrainingConfig:
     """Turns a request's settings into a training config, once the training data has been counted.
 
     `num_devices`: the most GPUs that a job with `gpus: auto` may get. Its results depend on this number, and not on the
     GPUs that it gets. `planned_microbatches`: the number that the job's plan chose; None: the job has no plan yet.
+    `planned_cut`: the most elements of a part of a matrix by that plan; None: no matrix is cut, as without a plan.
 
     Raises:
         TooFewMicrobatchesError: the batch is too small for the GPUs or the lanes.
@@ -462,6 +495,7 @@ def resolve(
             batch_size=batch_size,
             num_microbatches=num_microbatches,
             lanes=lanes,
+            cut_matrices=planned_cut if asked.cut_matrices == "auto" else asked.asked_cut,
             warmup_steps=_warmup_steps(settings.windlass, total_steps),
             total_steps=total_steps,
             **known_before_data(settings),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,6 +82,9 @@ class LateStream:
         else:
             self._give(lambda: self._gpu.come(event))
         return event
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def then(self, callback: Callable[[], None]) -> None:
         with self._gpu.changed:

@@ -44,6 +44,23 @@ JOBS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.5,
         "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, group_size=2, num_cached_params=2),
     },
+    "all in pieces": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "lanes": 2,
+        "clip_norm": 0.5,
+        "cut_matrices": 1800,
+        "placement": Placement(
+            streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=True, group_size=2, num_cached_params=2
+        ),
+    },
+    "cut matrices": {
+        "precision": Precision.BF16,
+        "num_microbatches": 2,
+        "clip_norm": 0.5,
+        "cut_matrices": 1800,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, num_cached_params=2),
+    },
     "gradients in one memory": {
         "precision": Precision.BF16,
         "num_microbatches": 2,

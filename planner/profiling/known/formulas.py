@@ -64,6 +64,10 @@ class Formula:
             factors[left] = factors.get(left, 0) + factor
         return Formula.of(factors)
 
+    def without_term(self, monomial: str) -> "Formula":
+        """Returns the formula without a term."""
+        return Formula(tuple(term for term in self.terms if term[0] != monomial))
+
     @property
     def constant(self) -> Factor:
         """The term that depends on no size."""

@@ -44,6 +44,11 @@ PACKAGES = ("torch", "transformers")
 FLAGS = "BGK"
 # A loop that runs more often needs as much memory as with so many turns, but for the sums that it keeps.
 MOST_TURNS = 3
+# Parts of a matrix on the device at once, beside those in buffers: one is made while the one before is still there.
+_NUM_PARTS = 2
+# A cut embedding has the rows of so many parts at once, each token's place in a part, and in the backward pass some
+# more bytes of each token.
+_NUM_ROWS, _PLACE_NBYTES, _MORE_NBYTES = 3, 8, 17
 
 
 class NotKnownError(Exception):
@@ -171,6 +176,7 @@ def known_facts(shape: "ModelShape", precision: Precision, *, num_tokens: int) -
         sizes=sizes_of(shape, num_tokens=num_tokens),
         num_layers=shape.num_layers,
         precision=precision,
+        is_of_columns=shape.is_gpt,
     )
 
 
@@ -184,7 +190,9 @@ class KnownModel:
     sizes: Sizes
     num_layers: int
     precision: Precision
+    is_of_columns: bool = False  # matrices lie with a column for each output
     _units: dict[tuple[Passes, str], UnitNeed] = field(default_factory=dict)
+    _parts: dict[int, dict[str, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -264,13 +272,20 @@ class KnownModel:
 
     def _block(self, index: BlockIndex, recorded: Mapping[str, Any]) -> BlockLayout:
         number, offset, params = str(index - 1), 0, []
-        for name, dims, decay in recorded["params"]:
+        for name, dims, decay, is_divisible in recorded["params"]:
             shape = tuple(self._value(dim) for dim in dims)
             numel = 1
             for dim in shape:
                 numel *= dim
             params.append(
-                ParamSlice(name=name.replace("*", number), shape=shape, offset=offset, numel=numel, decay=decay)
+                ParamSlice(
+                    name=name.replace("*", number),
+                    shape=shape,
+                    offset=offset,
+                    numel=numel,
+                    decay=decay,
+                    is_divisible=is_divisible,
+                )
             )
             offset += numel
         return BlockLayout(index=index, name=recorded["name"].replace("*", number), params=tuple(params))
@@ -314,13 +329,69 @@ class KnownModel:
         sizes_out = tuple(_formula(nbytes).value(sizes) for nbytes in swapped)
         if min(sizes_out, default=LEAST_SWAPPED_NBYTES) < LEAST_SWAPPED_NBYTES:
             raise NotKnownError("tensors too small to be swapped")
+        columns = 0
+        if passes.cut_matrices is not None and key != "embedding" and self.is_of_columns:
+            largest = max(self._largest_parts(passes.cut_matrices).values())
+            columns = _NUM_PARTS * largest * self.precision.itemsize
+        output_nbytes = _formula(output).value(sizes)
+        forward_nbytes = largest_value(map(_formula, forward), sizes) + columns
+        if key == "embedding" and (parts := self._cut_parts(0, passes.cut_matrices)):
+            num_tokens = passes.num_examples * passes.num_tokens
+            # Of each token the rows of as many parts, and its place in a part.
+            rows_nbytes = min(len(parts), _NUM_ROWS) * output_nbytes + _PLACE_NBYTES * num_tokens
+            vocabulary = "".join(sorted("HV"))
+            of_part = max(parts) * self.precision.itemsize + _MORE_NBYTES * num_tokens
+            peaks = [
+                _formula(nbytes).without_term(vocabulary).value(sizes)
+                + (of_part if vocabulary in dict(_formula(nbytes).terms) else 0)
+                for nbytes in backward
+            ]
+            before_nbytes = forward_nbytes if len(self.layout.blocks[0].params) > 1 else 0  # of another matrix
+            forward_nbytes = max(forward_nbytes, before_nbytes + rows_nbytes)
+            backward_nbytes = max(before_nbytes + rows_nbytes, *peaks) if peaks else 0
+        else:
+            backward_nbytes = max(
+                (self._with_parts(_formula(nbytes), sizes, passes.cut_matrices) for nbytes in backward), default=0
+            )
         return UnitNeed(
-            output_nbytes=_formula(output).value(sizes),
+            output_nbytes=output_nbytes,
             held_nbytes=_formula(held).value(sizes),
             swapped=sizes_out,
-            forward_peak_nbytes=largest_value(map(_formula, forward), sizes),
-            backward_peak_nbytes=largest_value(map(_formula, backward), sizes),
+            forward_peak_nbytes=forward_nbytes,
+            backward_peak_nbytes=backward_nbytes,
         )
+
+    def _cut_parts(self, block: int, cut_matrices: int | None) -> list[int]:
+        """Returns the elements of each part of the matrices of embedding or head that are cut."""
+        params = self.layout.blocks[block].params
+        return [numel for param in params if param.is_cut(cut_matrices) for *_, numel in param.parts(cut_matrices)]
+
+    def _with_parts(self, peak: Formula, sizes: Sizes, cut_matrices: int | None) -> int:
+        """Returns the bytes of a layer's peak, at most.
+
+        Of a matrix that is cut there are parts in place of its gradient: one of the gradient, or two of the matrix.
+        """
+        nbytes = peak.value(sizes)
+        if cut_matrices is None:
+            return nbytes
+        parts = self._largest_parts(cut_matrices)
+        for monomial, factor in peak.terms:
+            if monomial in parts:
+                whole_nbytes = Formula.of({monomial: factor}).value(sizes)
+                nbytes -= max(0, whole_nbytes - _NUM_PARTS * parts[monomial] * self.precision.itemsize)
+        return nbytes
+
+    def _largest_parts(self, cut_matrices: int) -> dict[str, int]:
+        """Returns the elements of the largest part of a layer's matrices, by the sizes that multiply to a matrix."""
+        if cut_matrices not in self._parts:
+            found = self._parts[cut_matrices] = {}
+            of_layer = self.outer["blocks"][1]["params"]
+            for param, (_, dims, *_) in zip(self.layout.blocks[1].params, of_layer, strict=True):
+                if param.is_divisible:
+                    monomial = "".join(sorted("".join(name for dim in dims for name, _ in _formula(dim).terms)))
+                    largest = max(numel for *_, numel in param.parts(cut_matrices))
+                    found[monomial] = max(found.get(monomial, 0), largest)
+        return self._parts[cut_matrices]
 
     def _head_peak_nbytes(self, passes: Passes) -> int:
         loops, sizes = self.head_loops(passes)
@@ -334,7 +405,8 @@ class KnownModel:
         )
         # The gradient of the hidden state exists for all tokens, not only for the measured slices.
         num_more = passes.num_examples * passes.num_tokens - sizes["W"] if passes.train else 0
-        return peak + num_more * self.hidden_size * self.precision.itemsize
+        largest = max(self._cut_parts(-1, passes.cut_matrices), default=0)
+        return peak + (num_more * self.hidden_size + _NUM_PARTS * largest) * self.precision.itemsize
 
     def head_loops(self, passes: Passes) -> tuple[HeadLoops, dict[str, int]]:
         """Returns the loops of the head for a micro-batch, and their sizes. All slices after the second equal it."""

@@ -452,7 +452,12 @@ def _outer(sample: Sample) -> dict[str, Any]:
             {
                 "name": block.name.replace(".0", ".*"),
                 "params": [
-                    [param.name.replace(".0.", ".*."), [str(recorded.formula(dim)) for dim in param.shape], param.decay]
+                    [
+                        param.name.replace(".0.", ".*."),
+                        [str(recorded.formula(dim)) for dim in param.shape],
+                        param.decay,
+                        param.is_divisible,
+                    ]
                     for param in block.params
                 ],
             }

@@ -14,6 +14,7 @@ _ENGINE = Path(windlass.engine.fingerprint.__file__).parent
 # What a dry run executes, and its counts.
 _ENGINE_FILES = (
     "activations",
+    "linear_parts",
     "memory_estimate/dry_run.py",
     "memory_estimate/live_storages.py",
     "memory_estimate/model_facts.py",

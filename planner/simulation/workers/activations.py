@@ -93,7 +93,7 @@ class Activations:
 
     def _note_wait(self, start_s: float) -> None:
         if start_s < self.world.clock.now:
-            step, _, block = self._now
+            step, block = self._now
             self.gpu.note(SpanKind.WAIT_ACTIVATIONS, step, block, start_s)
 
 
@@ -142,7 +142,7 @@ class _HostActivations:
     def _run_outward(self) -> Process:
         while True:
             swap = yield from self._outward.get()
-            step, _, block = swap.left_in
+            step, block = swap.left_in
             yield from self.gpu.copy_out(swap.nbytes, SpanKind.COPY_ACTIVATIONS_OUT, step, block)
             self._leaving_nbytes -= swap.nbytes
             self.gpu.level(LEAVING, -swap.nbytes)
@@ -153,7 +153,7 @@ class _HostActivations:
         while True:
             swap = yield from self._inward.get()
             yield swap.left
-            step, _, block = swap.left_in
+            step, block = swap.left_in
             yield from self.gpu.copy_in(swap.nbytes, SpanKind.COPY_ACTIVATIONS_IN, step, block)
             self._num_free += swap.num_slots
             self.world.level(MemoryTier.HOST, ACTIVATIONS, -swap.num_slots * self._slot_nbytes)

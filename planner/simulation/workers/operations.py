@@ -143,7 +143,7 @@ class Operations:
             yield from world.spend(num_rounded / world.rates.device_rounded_params)
         num_microbatches = self.num_microbatches(operation.group)
         peak_nbytes = world.work.peak_nbytes.get(block, 0)
-        self._activations.begin(Moment(operation.step, operation.op, block))
+        self._activations.begin(Moment(operation.step, block))
         is_streamed = bool(self._pieces.shares(block))
         if is_streamed and not world.rates.launches_ahead:
             self.begin_pieces(request)

@@ -98,6 +98,13 @@ def plan(
     accumulation_precision: Annotated[
         Precision, typer.Option(help="Precision of accumulated gradients: fp32, or the model's.")
     ] = Precision.FP32,
+    cut_matrices: Annotated[
+        str,
+        typer.Option(
+            help="Matrices are computed in parts of at most so many elements, so that they take less GPU memory: a "
+            "number, auto (as far as that is of use), off."
+        ),
+    ] = "auto",
     lanes: Annotated[
         int | None,
         typer.Option(
@@ -169,6 +176,7 @@ def plan(
         clip_norm=DEFAULT_CLIP_NORM if clip else None,
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
+        cut_matrices=int(cut_matrices) if cut_matrices.isdecimal() else cut_matrices,
         lanes="auto" if lanes is None else lanes,
         gpus=gpus,
     )

@@ -117,6 +117,8 @@ def _print_least_gpu(found: "PlanReport") -> None:
 
 
 def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

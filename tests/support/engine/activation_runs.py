@@ -75,10 +75,12 @@ class Run:
         store: ActivationStore | None = None,
         precision: Precision = Precision.FP32,
         streams_on: Device | None = None,
+        streams_ends: bool = False,
         head_slices: HeadSlices = HeadSlices.LARGE,
         kernels: Collection[ModelKernel] = (),
+        cut_matrices: int | None = None,
     ) -> None:
-        """`streams_on`: a device on which the layers' params arrive in pieces."""
+        """`streams_on`: a device on which the layers' params arrive in pieces. `streams_ends`: those of all blocks."""
         self.partition = Partition(build_meta_model(model.config, precision))
         self.params = dict(model.named_parameters())
         self.layout = self.partition.layout
@@ -90,11 +92,16 @@ class Run:
             store=store,
             head_slices=head_slices,
             kernels=kernels,
+            cut_matrices=cut_matrices,
         )
+        self.cut_matrices = cut_matrices
         self.grads = {block.index: GradBuffer(torch.full((block.numel,), torch.nan)) for block in self.layout.blocks}
         self._lent: dict[BlockIndex, torch.Tensor] = {}
-        layers = [block.index for block in self.layout.blocks[1:-1]]
-        self.streams = None if streams_on is None else StreamedFlats(self.partition, layers, streams_on)
+        blocks = [block.index for block in self.layout.blocks]
+        streamed = blocks if streams_ends else blocks[1:-1]
+        self.streams = None
+        if streams_on is not None:
+            self.streams = StreamedFlats(self.partition, streamed, streams_on, cut_matrices=cut_matrices)
 
     def lend(self, block: BlockIndex, *, with_grads: bool) -> None:
         self._lent = {}
@@ -135,7 +142,7 @@ class Run:
         found = {}
         for block_layout in self.layout.blocks:
             buffer = self.grads[block_layout.index]
-            buffer.finish([(p.name, p.offset, p.numel) for p in block_layout.params])
+            buffer.finish(self.layout.grad_parts(block_layout.index, self.cut_matrices))
             for param in block_layout.params:
                 found[param.name] = buffer.flat[param.offset : param.offset + param.numel].view(param.shape)
         return found

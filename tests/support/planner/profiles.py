@@ -1,5 +1,6 @@
 """Small profiles and machines for tests of the planner."""
 
+from dataclasses import replace
 from typing import Any
 
 from windlass.engine.memory_plan.update_order import UpdateOrder
@@ -58,6 +59,16 @@ def make_job(num_layers: int = 6, *, num_microbatches: int = 1, keeps_grads: boo
             total_steps=1,
         ),
     )
+
+
+def with_cuts(job: PlannedJob, *cuts: int) -> PlannedJob:
+    """The job with parts of matrices to choose from. With smaller parts, an operation needs less memory."""
+
+    def with_cut(model: ModelProfile, cut: int) -> ModelProfile:
+        less = [replace(layer, peak_nbytes=(8 << 20) + 2 * min(cut, 2 << 20)) for layer in model.layers[:1]]
+        return replace(model, layers=(*less,) * len(model.layers))
+
+    return replace(job, cuts=cuts, with_cut=with_cut)
 
 
 def make_speeds(**changes: float) -> Speeds:

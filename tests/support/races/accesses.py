@@ -23,6 +23,7 @@ from windlass.actors.worker_policy.worker_queues import UpdateActions, UpdateQue
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.linear_parts import column_copy
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.streamed_params import PieceBuffers
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
@@ -69,6 +70,7 @@ def _follow_copies(memory: Memory, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(device_module, "_bytes_of", lambda tensor: tensor)
     patch.setattr(device_module, "np", SimpleNamespace(copyto=copy))
+    patch.setattr(column_copy, "_runtime", lambda: None)  # which is only looked for
 
 
 def _follow_numbers(memory: Memory, patch: pytest.MonkeyPatch) -> None:

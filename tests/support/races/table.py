@@ -114,8 +114,8 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     },
     "actors/gpu_worker/device_optimizer.py": {
         "DeviceStates.__init__: device.synchronize": "job: mixed",
-        "DeviceStates._update: compute.record": "job: mixed",
-        "DeviceStates._update: compute.record (2)": "job: mixed",
+        "DeviceStates._update.work: compute.record": "job: mixed",
+        "DeviceStates._update.work: compute.record (2)": "job: mixed",
         "DeviceStates._update: compute.then": "job: mixed",
         "DeviceStates._flush: d2h.record": "job: mixed",
         "DeviceStates._flush: d2h.record (2)": "job: mixed",
@@ -219,6 +219,7 @@ NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
         "StreamedGrad._merge: compute.record": _LATER_COPY,
     },
     "engine/device/streams.py": {
+        "DirectStream._begin: awaited.wait": _CPU,
         "DirectStream.wait: event.wait": _CPU,
         "_ThreadEvent.wait: self._completed.wait": _CPU,
         "CpuStreams.record_current: self.compute.record": _CPU,

@@ -187,8 +187,10 @@ def test_parity_meets_every_pair_of_settings() -> None:
         assert pairs == {(*way, each) for way, each in product(gpu_parity.ACTIVATIONS, values)}
     assert {each.precision for each in found if each.kernel is None and each.place == "device"} == set(Precision)
     assert {activations for activations, _ in gpu_parity.ACTIVATIONS} == set(ActivationChoice)
-    streamed = [(each.activations, each.swaps_to_ssd) for each in found if each.is_streamed]
-    assert sorted(streamed) == sorted(gpu_parity.ACTIVATIONS)
+    for is_cut in (False, True):
+        chosen = [each for each in found if each.is_streamed and (each.cut_matrices is not None) is is_cut]
+        streamed = [(each.activations, each.swaps_to_ssd) for each in chosen]
+        assert sorted(streamed) == sorted(gpu_parity.ACTIVATIONS)
 
 
 def test_shapes_are_those_of_qwen() -> None:
@@ -284,6 +286,7 @@ def test_the_link_is_measured_from_a_registered_arena(setting: Setting) -> None:
     found = gpu_link._link(setting)
     assert min(found.values()) > 0
     assert found.keys() >= {"h2d_gb_per_s", "d2h_gb_per_s", "duplex_gb_per_s", "register_s_per_gib", "launch_us"}
+    assert "columns_of_2048_bytes_gb_per_s" in found
     assert list(Path("/dev/shm").glob(f"windlass-gpu-check-*-{os.getpid()}.arena")) == []
 
 

@@ -11,6 +11,7 @@ from benchmarks.peers.workload import ModelShape, Workload
 from benchmarks.reporting.report import Report
 from benchmarks.scheduler.benchmark import add_table, bottlenecks, bound_s, cases, ratios_of, workload_of
 from benchmarks.scheduler.cases import Bench, Bottleneck, Case, Reference, Result, result_of
+from benchmarks.scheduler.places import Place, first_over_spread, throttle_of
 from benchmarks.scheduler.throttle import BACKWARD_FLOP, FORWARD_FLOP, HEAD_FLOP, Throttle
 from tests.support.actors.specs import make_layout
 from tests.support.training import has_direct_io
@@ -137,3 +138,16 @@ def test_jobs_are_trained_as_the_case_says(bench: Bench, clips: bool) -> None:
     assert len(alone.step_s) == 1
     # In the simulator too, no step is shorter than its updates nor, with clipping, than these and the backward pass.
     assert bench.simulate(case, reference) >= 0.02 + (0.005 if clips else 0.0)
+
+
+def test_places_have_half_of_the_layers_in_host_memory() -> None:
+    assert Place(is_spread=False, clips=True).host_blocks(7) == (1, 2, 3, 4)
+    assert Place(is_spread=True, clips=True).host_blocks(7) == (1, 3, 5, 7)
+    assert throttle_of(REFERENCE).optimizer_params_per_s == 400 / 2.0
+
+
+def test_states_among_the_others_are_compared_with_the_same_clipping() -> None:
+    steps = {(False, True): 6.0, (True, True): 5.0, (False, False): 4.0, (True, False): 2.0}
+    measured = {Place(is_spread=among, clips=clips): result(step_s) for (among, clips), step_s in steps.items()}
+    assert first_over_spread(measured, clips=True) == 6.0 / 5.0
+    assert first_over_spread(measured, clips=False) == 2.0

@@ -112,7 +112,7 @@ class Stage:
 
     def put(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
         """Puts an activation whose block index is its seed."""
-        self.store.begin(Moment(Step(3), 10 + seed, BlockIndex(seed)))
+        self.store.begin(Moment(Step(3), BlockIndex(seed)))
         return self.store.put(some_bytes(nbytes, seed))
 
     def rest(self, seed: int, nbytes: int = SLOT_NBYTES) -> SsdSwap:
@@ -180,23 +180,28 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
 class TestRequests:
     def test_requests_carry_block_and_priority(self, make: Callable[..., Stage]) -> None:
         stage = make(num_staged=4, num_ssd=9)  # in parts of one slot
-        stage.store.begin(Moment(Step(5), 70, BlockIndex(2)))
+        stage.store.begin(Moment(Step(5), BlockIndex(2)))
         swap = stage.store.put(some_bytes(2 * SLOT_NBYTES + 1))
         writes = [stage.answer() for _ in range(3)]
         for write in writes:
             assert isinstance(write, WriteActivations)
             assert (write.job, write.step, write.block, write.reply_to) == ("ftjob-1", 5, 2, WORKER)
             # It is needed again at the next operation; params of step 5 have priorities (4, operation).
-            assert write.priority == (4, 71)
+            assert write.priority == (4, 10)
             assert write.span.offset >= 3 * SLOT_NBYTES  # beyond the slots that stay in host memory
         assert [write.slots for write in writes] == [(0,), (1,), (2,)]
         assert [write.span.nbytes for write in writes] == [SLOT_NBYTES] * 3
-        stage.store.begin(Moment(Step(5), 78, BlockIndex(3)))
+        stage.store.begin(Moment(Step(5), BlockIndex(3)))
         target = stage.prefetch(swap)
         reads = [stage.answer() for _ in range(3)]
         for read, write in zip(reads, writes, strict=True):
             assert isinstance(read, ReadActivations)
-            assert (read.priority, read.block, read.slots, read.span.nbytes) == ((4, 78), 2, write.slots, SLOT_NBYTES)
+            assert (read.priority, read.block, read.slots, read.span.nbytes) == (
+                (4, 2**31),
+                2,
+                write.slots,
+                SLOT_NBYTES,
+            )
         stage.store.wait_for(swap)
         assert torch.equal(target, some_bytes(2 * SLOT_NBYTES + 1))
         assert len({each.correlation for each in (*writes, *reads)}) == 6

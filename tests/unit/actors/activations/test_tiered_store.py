@@ -89,9 +89,9 @@ class TestBytes:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bench = make_bench(tmp_path, monkeypatch, num_host=0, num_staged=4)
-        bench.store.begin(Step(3), 7, BlockIndex(2))
+        bench.store.begin(Step(3), BlockIndex(2))
         handle = bench.store.put(some_bytes(2 * SLOT_NBYTES))
-        bench.store.begin(Step(3), 9, BlockIndex(3))
+        bench.store.begin(Step(3), BlockIndex(3))
         bench.store.get(handle)
         bench.store.flush()
         bench.close()

@@ -24,14 +24,19 @@ from windlass.amounts import GIB, bytes_text
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device
+from windlass.engine.device.overlaid_buffers import OverlaidBuffers
 from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.buffer_counts import NUM_GATHERED_CHUNKS
 from windlass.engine.memory_plan.plan import Placement, PlanError
 from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.engine.optimizer.grad_norm import NormInParts
+from windlass.engine.pieces.chunk_norms import ChunkNorms
 from windlass.storage.ids import Precision, StatePrecision
 
 KEEP, SWAP = ActivationChoice.KEEP.of_layers(3), ActivationChoice.SWAP.of_layers(3)
+ALL_IN_PIECES = Placement(streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=True, num_grad_buffers=1)
 JOBS: dict[str, dict[str, Any]] = {
     "all computed again": {},
     "half precision": {"precision": Precision.BF16},
@@ -56,6 +61,34 @@ JOBS: dict[str, dict[str, Any]] = {
         "placement": Placement(device_blocks=(0, 2)),
     },
     "layers in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3))},
+    "params of all blocks in pieces": {"placement": Placement(streamed_blocks=(1, 2, 3), streams_ends=True)},
+    "gradients of layers in pieces": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True, group_size=2),
+    },
+    "all in pieces": {"precision": Precision.BF16, "placement": ALL_IN_PIECES},
+    "all in pieces, summed": {"precision": Precision.BF16, "num_microbatches": 4, "placement": ALL_IN_PIECES},
+    "all in parts": {"precision": Precision.BF16, "cut_matrices": 1800, "placement": ALL_IN_PIECES},
+    "all in parts, summed": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "cut_matrices": 1800,
+        "placement": ALL_IN_PIECES,
+    },
+    "whole blocks in parts": {"precision": Precision.BF16, "cut_matrices": 1800},
+    "all in pieces, in lanes": {
+        "precision": Precision.FP16,
+        "num_microbatches": 4,
+        "lanes": 2,
+        "placement": ALL_IN_PIECES,
+    },
+    "cut matrices": {"precision": Precision.BF16, "num_microbatches": 2, "cut_matrices": 1800},
+    "cut matrices in pieces": {
+        "num_microbatches": 2,
+        "cut_matrices": 1800,
+        "placement": Placement(streamed_blocks=(1, 2, 3), activations=KEEP),
+    },
     "all swapped": {
         "precision": Precision.BF16,
         "num_microbatches": 2,
@@ -76,6 +109,7 @@ class Found:
         self.states_nbytes = self.activations_nbytes = 0
         self._living = LiveStorageTracker(torch.device("cpu"))
         self._watch_buffers(monkeypatch)
+        self._watch_grads_in_pieces(monkeypatch)
         self._watch_states(monkeypatch)
         self._watch_compute(monkeypatch)
 
@@ -93,6 +127,31 @@ class Found:
 
         monkeypatch.setattr(DeviceBuffers, "__init__", note_buffers)
         monkeypatch.setattr(PieceBuffers, "__init__", note_pieces)
+
+    def _watch_grads_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_overlay, make_norm, make_norms = OverlaidBuffers.__init__, NormInParts.__init__, ChunkNorms.__init__
+        self._norms_nbytes = 0
+
+        def note_overlay(each: Any, *args: Any, **kwargs: Any) -> None:
+            make_overlay(each, *args, **kwargs)
+            self.buffers["gradients"] += each._memory.nbytes
+
+        def note_norms(nbytes: int) -> None:
+            self.buffers["gradients"] += max(0, nbytes - self._norms_nbytes)
+            self._norms_nbytes = max(nbytes, self._norms_nbytes)
+
+        def note_norm(each: Any, bounds: Any, *args: Any, **kwargs: Any) -> None:
+            make_norm(each, bounds, *args, **kwargs)
+            if len(bounds) > 2:  # else of a whole gradient
+                note_norms(each._squares.nbytes)
+
+        def note_chunks(each: Any, numel: int, chunk_numel: int, device: torch.device) -> None:
+            make_norms(each, numel, chunk_numel, device)
+            note_norms(min(numel, NUM_GATHERED_CHUNKS * chunk_numel) * torch.float32.itemsize)  # at most at once
+
+        monkeypatch.setattr(OverlaidBuffers, "__init__", note_overlay)
+        monkeypatch.setattr(NormInParts, "__init__", note_norm)
+        monkeypatch.setattr(ChunkNorms, "__init__", note_chunks)
 
     def _watch_states(self, monkeypatch: pytest.MonkeyPatch) -> None:
         make = DeviceStates.__init__
@@ -138,7 +197,11 @@ def test_job_allocates_the_computed_device_memory(tmp_path: Path, monkeypatch: p
     assert outcome["status"] == "succeeded", outcome
     assert found.buffers == {"params": need.params_nbytes, "gradients": need.grads_nbytes}
     assert found.states_nbytes == need.states_nbytes
-    assert need.settled_activations_nbytes <= found.activations_nbytes <= need.activations.nbytes + LOSSES_NBYTES
+    added_nbytes = LOSSES_NBYTES
+    if hyper.precision is not Precision.FP32 and hyper.num_microbatches > 1:
+        # A CPU converts gradients before it adds them to sums, during the operation. The need counts it as a constant.
+        added_nbytes += max(block.numel for block in partition.layout.blocks) * torch.float32.itemsize
+    assert need.settled_activations_nbytes <= found.activations_nbytes <= need.activations.nbytes + added_nbytes
     assert (need.settled_nbytes == need.nbytes) == (name != "all swapped")
 
 

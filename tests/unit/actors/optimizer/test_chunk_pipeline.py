@@ -4,11 +4,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from windlass.actors.optimizer.chunk_pipeline import ChunkPipeline
 from windlass.actors.worker_policy import QueueOrder
+from windlass.engine.device import compute_on_cpu, openmp
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, Span, Step
 from windlass.storage.memory import SlotPool
@@ -195,3 +198,35 @@ def test_optimizer_that_hangs_is_an_error() -> None:
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for the update of a chunk: the optimizer is stuck"):
         bench.pipeline.loops[0]()
     bench.stop()
+
+
+@pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="torch computes without OpenMP")
+def test_no_thread_of_an_update_is_left_to_share_the_cores_with_the_one_that_computes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more threads of OpenMP than cores in a process, those that compute sleep at each end of a region."""
+    nums = dict.fromkeys(("before", "in the update", "after"), 0)
+
+    def update(item: str, slot: Span) -> None:
+        nums["before"] = len(list(Path("/proc/self/task").iterdir()))
+        torch.set_num_threads(3)
+        torch.ones(1 << 20).add_(1)
+        nums["in the update"] = len(list(Path("/proc/self/task").iterdir()))
+
+    def updated(step: Step, block: BlockIndex) -> None:
+        nums["after"] = len(list(Path("/proc/self/task").iterdir()))
+        bench.io.note("over")
+
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(bench.io, "update_chunk", update)
+    monkeypatch.setattr(bench.io, "block_updated", updated)
+    monkeypatch.setattr(openmp, "_computing", threading.Event())
+    compute_on_cpu()
+    try:
+        bench.begin(0, "resident")
+        bench.start()
+        bench.io.wait_for("over")
+    finally:
+        torch.set_num_threads(num_threads)
+    assert nums["in the update"] == nums["before"] + 2
+    assert nums["after"] == nums["before"]

@@ -281,7 +281,7 @@ def test_a_choice_that_is_wrong_for_the_model_is_refused_before_the_first_step(
 ) -> None:
     checked: list[tuple[Any, set[BlockActivations]]] = []
 
-    def refuse(config: Any, choices: set[BlockActivations]) -> None:
+    def refuse(config: Any, choices: set[BlockActivations], *_: bool) -> None:
         checked.append((config, choices))
         raise UnsupportedArchitectureError("it is not supported with activations swap")
 

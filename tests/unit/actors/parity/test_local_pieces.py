@@ -392,7 +392,7 @@ def test_a_tiny_model_is_checked_first(tmp_path: Path, monkeypatch: pytest.Monke
     spec = spec_of(tmp_path, (2,), placement=placement)
     with pytest.raises(UnsupportedArchitectureError, match="not in pieces"):
         run_local(spec, partition=make_partition(spec), direct=has_direct_io(tmp_path))
-    assert checked == [(set(activations), True)]
+    assert checked == [(set(activations), True, False, False)]
 
 
 def test_a_module_with_more_matrices_than_there_are_buffers_is_refused() -> None:

@@ -238,22 +238,27 @@ def test_boxes_have_their_own_activations_and_pieces(tmp_path: Path, placement: 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tied", "division", "ranks"),
+    ("tied", "division", "ranks", "streams_ends"),
     [
-        *((False, *case) for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("1-3-1", 2))),
-        *((True, division, 1) for division in ("4-1", "1-4", "1-3-1")),
-        *((True, *case) for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("2-3", (1, 3)), ("1-3-1", 2))),
+        *((False, *case, False) for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("1-3-1", 2))),
+        *((False, *case, True) for case in (("4-1", 1), ("2-3", (2, 2)), ("1-3-1", 2))),
+        *((True, division, 1, False) for division in ("4-1", "1-4", "1-3-1")),
+        *(
+            (True, *case, False)
+            for case in (("4-1", (2, 1)), ("1-4", (1, 2)), ("2-3", (2, 2)), ("2-3", (1, 3)), ("1-3-1", 2))
+        ),
     ],
 )
 def test_boxes_have_gradients_in_pieces_of_several_lanes(
-    tmp_path: Path, tied: bool, division: str, ranks: int | tuple[int, ...]
+    tmp_path: Path, tied: bool, division: str, ranks: int | tuple[int, ...], streams_ends: bool
 ) -> None:
     """The embedding or the head, or both, are on another box than the layers."""
     changes: dict[str, Any] = {"precision": Precision.BF16, "clip_norm": 0.5, "num_microbatches": 4, "lanes": 2}
     changes |= {"tied": tied, "placement": Placement(num_cached_params=0)}
     one = run(tmp_path / "one", **changes)
-    placement = Placement(num_cached_params=0, streamed_blocks=(1, 2, 3), streams_grads=True)
-    changes["placement"] = placement
+    changes["placement"] = Placement(
+        num_cached_params=0, streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=streams_ends
+    )
     run(tmp_path / "several", STAGES[division], 2, num_ranks=ranks, **changes).assert_equals(one)
 
 

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,17 @@ from tests.support.training import (
 from tests.unit.actors.parity.test_local_stages import STAGES
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase
+from windlass.actors.messages import (
+    ComputeProgressed,
+    GradOffloaded,
+    Message,
+    Phase,
+    SpanKind,
+    SpansReported,
+    WorkSpan,
+)
 from windlass.actors.runtime.local_runner import run_local
+from windlass.actors.timeline import COMPUTE
 from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.device import device as device_module
 from windlass.engine.device.buffer_pool import DeviceBuffers
@@ -43,6 +52,8 @@ pytestmark = pytest.mark.usefixtures("small_activation_slots")
 
 NUM_STEPS = 4
 STREAMS = ("compute", "h2d", "d2h")
+# Kinds of work of a device: operations and updates.
+_WORK = {SpanKind(phase) for phase in Phase} | {SpanKind.UPDATE}
 ORDERS = [*permutations(STREAMS), 1, 2]
 
 
@@ -139,6 +150,20 @@ def cases() -> list[Any]:
         for i, job in enumerate(JOBS)
         for j, order in enumerate(ORDERS)
     ]
+
+
+def test_device_of_a_cpu_does_one_thing_at_a_time(tmp_path: Path) -> None:
+    """Updates on the device and operations share the cores, so each takes its own time only without the others."""
+    spans: list[WorkSpan] = []
+
+    def look(_to: ActorName, message: Message) -> None:
+        if isinstance(message, SpansReported):
+            spans.extend(span for span in message.spans if span.resource == COMPUTE and span.kind in _WORK)
+
+    assert run(tmp_path, "mixed", look) is not None
+    spans.sort(key=lambda span: span.start_s)
+    assert {span.kind for span in spans} == _WORK
+    assert all(one.end_s <= other.start_s for one, other in pairwise(spans))
 
 
 @pytest.mark.short("mixed-2")

@@ -1,6 +1,8 @@
 """The start of a job's actors: the modules that each imports, and its device."""
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,13 @@ from windlass.storage.ids import ActorName, Formats, Precision, StatePrecision
 from windlass.storage.integrity.errors import StoreIoError
 
 MODELS = "transformers.modeling_utils"
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    """Not all tests stop the actors that they start."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize(
@@ -104,3 +113,13 @@ def test_stop_actor_of_each_kind_lets_only_ssd_servers_delete_their_states(is_ov
     for name in (ssd_name(12), optimizer_name(0), GPU_WORKER):
         stop_actor(name, Actor(), is_over=is_over)
     assert stopped == [{"delete_store": is_over}, {}, {}]
+
+
+def test_the_collector_of_cycles_leaves_out_what_was_there_before_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(param_server, "ParamServer", MagicMock())
+    gc.unfreeze()
+    actor = building.start_actor(PARAM_SERVER, MagicMock(), None, print)
+    num_frozen = gc.get_freeze_count()
+    assert num_frozen > 10 * len(gc.get_objects())  # else a collection would look at all modules
+    stop_actor(PARAM_SERVER, actor, is_over=True)
+    assert gc.get_freeze_count() == 0

@@ -188,6 +188,10 @@ def test_attempt_resumes_with_states_in_any_tier(
     "placements",
     [
         pytest.param((Placement(), HOST, SPILLED), marks=pytest.mark.long),
+        pytest.param(
+            (HOST, Placement(streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=True), MIXED),
+            marks=pytest.mark.long,
+        ),
         pytest.param((HOST, MIXED, Placement(group_size=1)), marks=pytest.mark.long),
         (
             dataclasses.replace(swapping(ActivationChoice.SWAP), group_size=1, ssd_activation_nbytes=8 << 20),
@@ -195,7 +199,7 @@ def test_attempt_resumes_with_states_in_any_tier(
             dataclasses.replace(MIXED, group_size=1, num_grad_buffers=1),
         ),
     ],
-    ids=["host and spilled", "mixed and groups", "swapped, pieces and buffers"],
+    ids=["host and spilled", "all in pieces", "mixed and groups", "swapped, pieces and buffers"],
 )
 def test_a_paused_attempt_is_followed_by_one_with_another_plan_and_no_step_is_trained_twice(
     tmp_path: Path, uninterrupted: Result, placements: tuple[Placement, ...]

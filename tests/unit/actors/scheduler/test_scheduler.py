@@ -7,6 +7,7 @@ import json
 import math
 import queue
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from windlass.actors.messages import (
     CommitDecided,
     CommitStore,
     ComputeBlock,
+    ComputeBlocks,
     ExportModel,
     KernelChosen,
     LoadModel,
@@ -92,6 +94,36 @@ def test_scheduler_sends_export_before_it_reports_the_step(stage: Stage) -> None
     # The event that commits the last step both sends the export and reports the step; sending comes first.
     assert [list(told) for told in told_before] == [[1, 2, 3]]
     assert list(metrics_of(stage.spec, "train_loss")) == [1, 2, 3, 4]
+
+
+def test_scheduler_begins_the_next_step_before_it_records_the_one_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording a step writes its timeline, for which the device does not wait."""
+    stage, order = Stage(tmp_path), list[tuple[str, int]]()
+    end_step = progress.Progress.end_step
+
+    def note_end(self: progress.Progress, step: int, end: Any) -> dict[str, Any]:
+        order.append(("recorded", step))
+        return end_step(self, step, end)
+
+    send = stage.scheduler._send
+
+    def note_begin(to: ActorName, message: Message) -> None:
+        if isinstance(message, ComputeBlocks):
+            begun = [each for each in message.operations if each.phase is Phase.FORWARD and each.block == 0]
+            order.extend(("begun", each.step) for each in begun)
+        send(to, message)
+
+    monkeypatch.setattr(progress.Progress, "end_step", note_end)
+    monkeypatch.setattr(stage.scheduler, "_send", note_begin)
+    stage.run()
+    assert order == [
+        ("recorded", 0),
+        ("begun", 1),
+        *((what, n + (what == "begun")) for n in (1, 2, 3) for what in ("begun", "recorded")),
+        ("recorded", 4),
+    ]
 
 
 def test_step_is_reported_before_the_next_commit_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.support.late_streams import LateStreams
 from windlass.engine.device import cuda_streams as streams_cuda
 from windlass.engine.device.cuda_streams import CudaClock, CudaEvent, CudaStreams
 from windlass.engine.device.device import Device, copy
-from windlass.engine.device.streams import CpuStreams, Stream, Streams, ThreadStream, open_streams
+from windlass.engine.device.streams import CpuStreams, DirectStream, Stream, Streams, ThreadStream, open_streams
 from windlass.storage.cancellation import CancelToken
 
 DEADLINE_S = 20.0
@@ -415,3 +415,111 @@ def test_late_streams_count_synchronizing_operators(threads: Threads) -> None:
     streams.compute.record().wait()
     assert streams.syncs == {"aten._local_scalar_dense": 1, "aten.nonzero": 1}
     streams.close()
+
+
+class TestTurns:
+    """A CPU's compute stream: what several threads submit."""
+
+    @staticmethod
+    def _submit(threads: Threads, stream: DirectStream, work: Callable[[], object]) -> Callable[[], None]:
+        """Submits work in a thread of its own, and returns once it waits there. What it returns waits for its end."""
+        over, before = threading.Event(), len(stream._awaited)
+
+        def target() -> None:
+            try:
+                stream.run(work)
+            finally:
+                over.set()
+
+        threads.start([target])
+        until_s = time.monotonic() + DEADLINE_S
+        while len(stream._awaited) == before:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+
+        def wait() -> None:
+            assert over.wait(DEADLINE_S)
+
+        return wait
+
+    def test_work_of_others_is_done_at_the_end_of_a_turn_by_its_thread(self, threads: Threads) -> None:
+        stream, done = DirectStream(), list[tuple[str, int]]()
+
+        def note(name: str) -> None:
+            done.append((name, threading.get_ident()))
+
+        with stream.turn():
+            others = [self._submit(threads, stream, partial(note, f"other {i}")) for i in range(2)]
+            stream.run(lambda: stream.run(partial(note, "own")))
+            note("last")
+        me = threading.get_ident()
+        assert done == [("own", me), ("last", me), ("other 0", me), ("other 1", me)]
+        for wait in others:
+            wait()
+        assert stream._owner is None
+
+    def test_an_error_is_that_of_the_thread_that_submitted_the_work(self, threads: Threads) -> None:
+        stream = DirectStream()
+
+        def fail() -> None:
+            raise ValueError("broken")
+
+        def turn() -> None:
+            with stream.turn():
+                waits.append(self._submit(threads, stream, fail))
+                raise KeyError("mine")
+
+        waits: list[Callable[[], None]] = []
+        with pytest.raises(KeyError, match="mine"):
+            turn()
+        (wait,) = waits
+        wait()
+        threads.join()
+        assert [str(failure) for failure in threads.failures] == ["broken"]
+        stream.run(lambda: None)
+
+    def test_without_a_turn_each_thread_does_its_own_work_in_order(self, threads: Threads) -> None:
+        stream, done, gate = DirectStream(), list[int](), threading.Event()
+        waits = []
+
+        def first() -> None:
+            for _ in range(3):
+                waits.append(self._submit(threads, stream, lambda: done.append(threading.get_ident())))
+            assert gate.wait(DEADLINE_S)
+            done.append(threading.get_ident())
+
+        gate.set()
+        stream.run(first)
+        for wait in waits:
+            wait()
+        assert done == [threading.get_ident(), *(thread.ident for thread in threads.started)]
+
+    def test_a_turn_waits_for_the_work_before_it(self, threads: Threads) -> None:
+        stream, done, gate = DirectStream(), list[str](), threading.Event()
+        begun = threading.Event()
+
+        def long() -> None:
+            begun.set()
+            assert gate.wait(DEADLINE_S)
+            done.append("work")
+
+        threads.start([lambda: stream.run(long)])
+        assert begun.wait(DEADLINE_S)
+        threading.Timer(0.05, gate.set).start()
+        with stream.turn(), stream.turn():
+            done.append("turn")
+        assert done == ["work", "turn"]
+        threads.join()
+        assert threads.failures == []
+
+    def test_a_turn_keeps_no_memory_of_the_work_of_others(self, threads: Threads) -> None:
+        stream, memory = DirectStream(), torch.ones(3)
+        found = weakref.ref(memory)
+        with stream.turn():
+            wait = self._submit(threads, stream, partial(memory.add_, 1))
+        wait()
+        threads.join()
+        threads.started.clear()
+        del memory
+        gc.collect()
+        assert found() is None

@@ -12,6 +12,7 @@ from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockAc
 from windlass.engine.memory_plan.plan import (
     ACTIVATION_SLOT_NBYTES,
     COMMIT_EVERY,
+    NO_CROSSINGS,
     TRANSIT_DEPTH,
     Crossings,
     ModelSize,
@@ -402,6 +403,42 @@ def test_lanes_in_pieces_take_slots_for_one_operation_of_each_gpu_worker(
         assert num_passed == ((num_ranks - 1) * 2 * 3, (num_ranks - 1) * (4 + 3))
     num_more = num_ranks * num_slots + num_passed[1] - num_passed[0]
     assert found.arena_nbytes == whole.arena_nbytes + num_more * 4 * CHUNK
+
+
+def test_streamed_ends_have_slots_for_params_and_for_lanes_as_layers_have() -> None:
+    layers = Placement(streamed_blocks=(1, 2, 3, 4), streams_grads=True, group_size=2, num_cached_params=0)
+    ends = replace(layers, streams_ends=True)
+    assert not plan(placement=layers).streams_ends
+    found = plan(placement=ends)
+    assert found.streams_ends
+    assert found.streamed_blocks == found.grad_streamed_blocks == (0, 1, 2, 3, 4, 5)
+    assert found.grad_overlaid_blocks == ()
+    assert not found.ends_share_params
+    assert found.params.num_slots == FETCH_DEPTH + 4 + 3  # the head and a layer
+    without = plan(placement=replace(ends, streams_grads=False))
+    assert (without.streamed_blocks, without.grad_streamed_blocks) == (found.streamed_blocks, ())
+    resident = plan(placement=replace(ends, device_blocks=(0,)))
+    assert resident.streamed_blocks == (1, 2, 3, 4, 5)
+    # The head has slices, so a lane's sum may wait between them. Longer lanes of all blocks wait between micro-batches.
+    options: dict[str, Any] = {"num_microbatches": 4, "placement": ends}
+    assert plan(**options, num_lanes=1).lane_sums.num_slots == 0
+    assert plan(**options, num_lanes=2).lane_sums.num_slots == 4
+    assert plan(**options, num_lanes=4).lane_sums.num_slots == 4
+    no_head = replace(ends, device_blocks=(5,))
+    assert plan(**options | {"placement": no_head}, num_lanes=4).lane_sums.num_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("shared", "crossings"),
+    [((0,), NO_CROSSINGS), ((), Crossings(num_neighbours=1, microbatch_nbytes=8, num_lent_chunks=1))],
+)
+def test_ends_that_share_params_are_not_streamed(shared: tuple[int, ...], crossings: Crossings) -> None:
+    with pytest.raises(PlanError, match=r"streams_ends is set, and blocks share params, .*; leave streams_ends"):
+        plan(
+            replace(SIZE, shared_blocks=shared),
+            placement=Placement(streamed_blocks=(1,), streams_ends=True),
+            crossings=crossings,
+        )
 
 
 def test_an_empty_group_is_refused() -> None:

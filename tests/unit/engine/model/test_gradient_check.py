@@ -183,3 +183,21 @@ def test_layers_that_need_params_at_other_times_are_refused(body: Any, reason: s
     check_architecture(config)
     with pytest.raises(UnsupportedArchitectureError, match=reason):
         check_architecture(config, is_streamed=True)
+
+
+@pytest.mark.short("recompute")
+@pytest.mark.parametrize("choice", ActivationChoice)
+def test_every_choice_passes_with_cut_matrices(choice: ActivationChoice) -> None:
+    for config in (LlamaConfig(), GPT2Config(), odd_config(odd_models.SavingModel), odd_config(odd_models.KernelModel)):
+        check_architecture(config, choice.of_layers(1), False, True)
+        check_architecture(config, choice.of_layers(1), True, True)
+
+
+def test_a_layer_that_reads_the_matrix_of_a_cut_module_is_refused() -> None:
+    config = odd_config(odd_models.BorrowingModel)
+    with pytest.raises(
+        UnsupportedArchitectureError, match=r"BorrowingConfig cannot be checked with cut_matrices: .*meta"
+    ):
+        check_architecture(config, is_cut=True)
+    # A subclass of a linear layer is never cut, so this one finds its own weight.
+    check_architecture(odd_config(odd_models.TakingModel), is_cut=True)

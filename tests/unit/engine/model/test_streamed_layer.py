@@ -1,4 +1,4 @@
-"""Layers with streamed params: gradients equal those with whole params, to the last bit."""
+"""Blocks with streamed params: gradients equal those with whole params, to the last bit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +13,8 @@ from windlass.engine.device.device import Device
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
 from windlass.engine.model import streamed_flats
+from windlass.engine.model.epilogue_calls import EpilogueCalls
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, Precision
 
 MATRIX = frozenset({"aten.mm.default", "aten.addmm.default"})
@@ -40,13 +42,25 @@ def config_of(name: str) -> Any:
 
 
 def assert_parity(
-    config: Any, policy: BlockActivations, *, poison: bool = True, precision: Precision = Precision.FP32
+    config: Any,
+    policy: BlockActivations,
+    *,
+    poison: bool = True,
+    precision: Precision = Precision.FP32,
+    streams_ends: bool = False,
 ) -> None:
     model = make_model(config, TORCH_DTYPE[precision])
     activations = {BlockIndex(b): policy for b in range(1, NUM_LAYERS + 1)}
     expected = Run(model, activations=activations, store=MemoryStore(), precision=precision).step(BATCH, TARGETS)
     device = Device(torch.device("cpu"), poison_released=poison)
-    run = Run(model, activations=activations, store=MemoryStore(), precision=precision, streams_on=device)
+    run = Run(
+        model,
+        activations=activations,
+        store=MemoryStore(),
+        precision=precision,
+        streams_on=device,
+        streams_ends=streams_ends,
+    )
     assert run.streams is not None
     for _ in range(2):  # from the second step on pieces are prefetched
         found = run.step(BATCH, TARGETS)
@@ -70,6 +84,52 @@ def test_gradients_are_the_same_under_every_policy(policy: BlockActivations, poi
 def test_gradients_with_streamed_params_are_the_same_for_every_architecture(name: str) -> None:
     policy = list(POLICIES)[list(ARCHITECTURES).index(name) % len(POLICIES)]
     assert_parity(config_of(name), POLICIES[policy])
+
+
+@pytest.fixture
+def _sliced_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head goes over a micro-batch of these tests in up to five slices."""
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 8)
+
+
+@pytest.mark.short("Mixtral", "GPT-2")
+@pytest.mark.usefixtures("_sliced_head")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
+)
+def test_gradients_with_streamed_embedding_and_head_are_the_same_for_every_architecture(name: str) -> None:
+    assert_parity(config_of(name), POLICIES["recompute"], streams_ends=True)
+
+
+@pytest.mark.usefixtures("_sliced_head")
+@pytest.mark.parametrize("poison", [True, False], ids=["poisoned", "kept"])
+def test_gradients_with_streamed_embedding_and_head_are_the_same_in_bf16(poison: bool) -> None:
+    assert_parity(config_of("Llama"), POLICIES["keep"], poison=poison, precision=Precision.BF16, streams_ends=True)
+
+
+@pytest.mark.usefixtures("_sliced_head")
+@pytest.mark.parametrize("name", ["Llama", "Gemma-2"])
+def test_a_streamed_head_repeats_its_calls_for_later_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of its params, in the computing thread, are not among the calls."""
+    monkeypatch.setattr(streamed_flats, "copy", lambda target, source: target.copy_(source))
+    monkeypatch.setattr(Device, "open_stream", lambda device: device.h2d)
+    repeat, repeated = EpilogueCalls.repeat, list[list[int]]()
+
+    def count(self: EpilogueCalls, hidden: torch.Tensor) -> torch.Tensor:
+        repeated[-1].append(hidden.shape[1])
+        return repeat(self, hidden)
+
+    monkeypatch.setattr(EpilogueCalls, "repeat", count)
+    model = make_model(config_of(name), torch.float32)
+    device = Device(torch.device("cpu"), poison_released=True)
+    options: dict[str, Any]
+    for options in ({}, {"streams_on": device, "streams_ends": True}):
+        repeated.append([])
+        Run(model, **options).step(BATCH, TARGETS)
+    device.token.cancel()
+    whole, in_pieces = repeated
+    assert whole == in_pieces
+    assert 8 in whole
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])

@@ -250,6 +250,49 @@ def test_a_lane_of_one_micro_batch_moves_each_piece_once_each_way(device: Device
     assert torch.equal(homes[1].flat, layer.whole.flat)
 
 
+@pytest.mark.parametrize("num_pieces", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_slices_of_a_micro_batch_add_up_as_in_whole_buffers(device: Device, num_pieces: int, seed: int) -> None:
+    """Each slice reaches tensors again, in all lanes: also in a lane's only micro-batch."""
+    order = random.Random(seed)
+    num = order.randint(2, 4)
+    division = LaneDivision(order.randint(1, num), num)
+    layer = Layer(device, torch.float32, num_pieces=num_pieces)
+    places = {name: (offset, numel) for name, offset, numel in layer.params}
+    home, lane_home = (Host(layer.numel, layer.dtype) for _ in range(2))
+    lanes = None
+    if division.num_lanes > 1:
+        lanes = PieceLanes(division=division, last=division.num_lanes - 1, home=lane_home, chunk_numel=CHUNK)
+    grad = layer.begin(home, is_complete=True, lanes=lanes)
+    for number in range(num):
+        lane = division.lane_of(number)
+        if lane > 0 and layer.whole.lane is None:
+            layer.whole.lane = GradBuffer(torch.full((layer.numel,), torch.nan))
+        sums = LaneSums(layer.whole, layer.params, is_first_lane=lane == 0)
+        grad.begin_microbatch(number)
+        num_slices = order.randint(1, 3)
+        for index in range(num_slices):
+            grad.begin_slice(is_last=index + 1 == num_slices)
+            for name in order.choice([NAMES[::-1], order.sample(NAMES, order.randint(0, len(NAMES)))]):
+                offset, numel = places[name]
+                values = torch.randn(numel)
+                sums.add(name, offset, values)
+                grad.add(name, offset, values)
+        if division.num_lanes > 1 and division.ends_lane(number):
+            sums.end_lane()
+            grad.end_lane()
+    grad.end()
+    layer.whole.finish(layer.params)
+    layer.buffers.d2h.record().wait()
+    assert torch.equal(home.flat, layer.whole.flat)
+    if grad.norms is not None:
+        expected = torch.stack(portable_squared_norms(layer.whole.flat, CHUNK))
+        assert torch.equal(torch.stack(grad.norms.total()), expected)
+    else:
+        assert grad.norm is not None
+        assert torch.equal(grad.norm.total(), squared_norm(layer.whole.flat))
+
+
 def test_a_second_gradient_after_the_lane_was_added_is_refused(device: Device) -> None:
     with pytest.raises(SecondGradientError, match="m3 gets two gradients in one micro-batch"):
         run_in_lanes(Layer(device, torch.float32), LaneDivision(2, 2), 2, [["m3"], ["m3", "m3"]])

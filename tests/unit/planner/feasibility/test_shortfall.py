@@ -19,6 +19,7 @@ from windlass.planner.feasibility.remedies import what_would_fit
 from windlass.planner.feasibility.shortfall import MEMORIES, Memory, Shortfall, least_gpu, shortfall_of
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.planner import best_plan
+from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -236,6 +237,36 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert not planner_fits(with_limit(asked, memory, int(0.98 * (least.nbytes - DRIVER_NBYTES))), profiles)
     assert "the device's memory goes to: " in least.reason
     assert least.reason.endswith("; the GPU's driver takes 1.50 GiB more")
+
+
+def test_least_gpu_memory_of_cut_matrices_is_enough_and_2_percent_less_is_not() -> None:
+    shape = ModelShape(num_layers=2, hidden_size=8192, num_heads=64, vocab_size=5000, intermediate_size=28672)
+    asked = question(
+        config=ShapeConfig(shape=shape, num_tokens=256), batch_size=2, sequence_length=256, num_microbatches=2
+    )
+    whole = least_gpu(asked, least_memory_of(asked, Profiles(asked)))
+    cut = replace(asked, chooses_cut=True)
+    found = least_gpu(cut, least_memory_of(cut, Profiles(cut)))
+    assert whole is not None
+    assert found is not None
+    assert found.gib < whole.gib - 1
+    assert f"in pieces of at most {2**24} elements (cut_matrices)" in found.reason
+
+    def on(gib: float) -> PlanQuestion:
+        return replace(cut, hardware=with_part(MACHINE, gpus=with_part(MACHINE.gpus, memory_gib=gib)))
+
+    job, solution = best_plan(on(found.gib + 0.001), Profiles(cut))
+    assert job.cut == job.training.cut_matrices == solution.costs.job.cut == 2**24
+    costs = [best_plan(on(gib), Profiles(cut))[1].cost for gib in (found.gib + 0.001, whole.gib, whole.gib + 1)]
+    assert costs[1] <= 1.001 * costs[0]
+    assert costs[2] <= 1.001 * costs[1]
+    with pytest.raises(DoesNotFitError):
+        best_plan(on(0.98 * found.gib), Profiles(cut))
+    tight = replace(on(found.gib + 0.001), chooses_cut=False)
+    reasons = answer(tight).reasons
+    assert any(
+        "computed in parts (cut_matrices: auto), with the same results up to rounding" in each for each in reasons
+    )
 
 
 @pytest.mark.parametrize("num_lanes", [pytest.param(1, marks=pytest.mark.long), 4])

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from tests.support.examples import LONG_VARIABLE
-from tests.support.planner.profiles import make_job, make_speeds
+from tests.support.planner.profiles import make_job, make_speeds, with_cuts
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.cost.rates import Speeds
 from windlass.planner.solver.placement_search import search, solve_job
@@ -42,13 +42,15 @@ SPEEDS = st.builds(
     st.sampled_from([1e7, 1e8, 1e9]),
     st.integers(1, 4),
 )
+CUTS = st.sampled_from([(), (2**20,), (2**21, 2**20, 2**19)])
 JOBS = st.builds(
-    lambda num_layers, num_microbatches, keeps: make_job(
-        num_layers, num_microbatches=num_microbatches, keeps_grads=keeps
+    lambda num_layers, num_microbatches, keeps, cuts: with_cuts(
+        make_job(num_layers, num_microbatches=num_microbatches, keeps_grads=keeps), *cuts
     ),
     st.integers(1, 12),
     st.sampled_from([1, 2, 4]),
     st.booleans(),
+    CUTS,
 )
 
 
@@ -120,6 +122,29 @@ def test_no_fixed_number_of_microbatches_is_faster_than_the_chosen_one(
     except DoesNotFitError:
         chosen = math.inf
     assert chosen <= min(costs) * NEAR
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 8),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    SPEEDS,
+    st.integers(30, 120),
+    st.integers(60, 900),
+    FACTORS,
+)
+def test_near_the_border_more_device_memory_is_never_slower_with_cuts(
+    num_layers: int, num_microbatches: int, keeps: bool, speeds: Speeds, device: int, host: int, factor: float
+) -> None:
+    """A lesser device has cut matrices, a better one has not, and the plans of both are among those of the better."""
+    job = make_job(num_layers, num_microbatches=num_microbatches, keeps_grads=keeps)
+    cuts = with_cuts(job, 2**21, 2**20)
+    limits = Limits(device_nbytes=device * MIB, host_nbytes=host * MIB, ssd_nbytes=1e5 * MIB)
+    more = replace(limits, device_nbytes=factor * limits.device_nbytes)
+    cost = cost_of(cuts, speeds, limits)
+    assert cost_of(cuts, speeds, more) <= cost * NEAR
+    assert cost <= cost_of(job, speeds, limits) * NEAR, "as if no matrix could be cut"
 
 
 def test_gradients_that_do_not_wait_need_room_for_two_blocks_only() -> None:

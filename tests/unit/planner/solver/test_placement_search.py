@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
-from tests.support.planner.profiles import make_job, make_profile, make_speeds
+from tests.support.planner.profiles import make_job, make_profile, make_speeds, with_cuts
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY
@@ -22,11 +22,11 @@ from windlass.engine.memory_plan.queue_depths import (
 )
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.solver import solution as solutions
-from windlass.planner.solver.family import bases_of, group_sizes, kinds_of
+from windlass.planner.solver.family import bases_of, cut_bases_of, cuts_of, group_sizes, kinds_of
 from windlass.planner.solver.placement_search import Solve, _Search, search, solve_job
 from windlass.planner.solver.program.integer_program import Assignment, outcome_of, solve
 from windlass.planner.solver.solution import DoesNotFitError, Solution, commit_every_of, solution_of, solved
-from windlass.planner.solver.step_bounds import Part
+from windlass.planner.solver.step_bounds import HOST_PARTS, Part
 from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
@@ -235,7 +235,7 @@ def test_on_a_cpu_the_device_lies_in_host_memory_and_has_its_cores() -> None:
     assert beside.step_s >= on_cores_s + cores * ssds_s - 1e-9
 
 
-_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE)
+_NOT_ON_CORES = (Part.SSD_FORWARD, Part.SSD_BACKWARD, Part.SSD_UPDATE, Part.SSD_FLUSH, Part.FIRST_UPDATE, *HOST_PARTS)
 
 JOBS = st.builds(
     lambda layers, microbatches, keeps, tied: make_job(
@@ -396,16 +396,31 @@ def test_one_buffer_for_gradients_and_layers_in_pieces_compete_where_the_device_
 
 @settings(max_examples=examples(6), deadline=None)
 @given(
-    st.integers(1, 3), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.integers(40, 300), st.integers(40, 400)
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(), (2**21,), (2**21, 2**19)]),
+    st.integers(40, 300),
+    st.integers(40, 400),
 )
 def test_search_equals_a_search_through_all_kinds_of_plans(
-    num_layers: int, num_microbatches: int, keeps_grads: bool, chooses: bool, device_mib: int, host_mib: int
+    num_layers: int,
+    num_microbatches: int,
+    keeps_grads: bool,
+    chooses: bool,
+    cuts: tuple[int, ...],
+    device_mib: int,
+    host_mib: int,
 ) -> None:
     job = make_job(num_layers, num_microbatches=num_microbatches, keeps_grads=keeps_grads)
-    job = replace(job, chooses_order=chooses)
+    job = with_cuts(replace(job, chooses_order=chooses), *cuts)
     speeds, given = make_speeds(num_ssds=2), limits(device_mib, host_mib)
     costs = []
-    for kind in (kind for base in bases_of(job, speeds, given) for kind in kinds_of(base)):
+    whole = list(bases_of(job, speeds, given))
+    assert any(cut_bases_of(base) for base in whole) == bool(cuts)
+    bases = (*whole, *(cut for base in whole for cut in cut_bases_of(base)))
+    for kind in (kind for base in bases for kind in kinds_of(base)):
         with contextlib.suppress(DoesNotFitError):
             solution = solved(kind)
             assert solution is not None, "without a limit of its cost"
@@ -414,6 +429,36 @@ def test_search_equals_a_search_through_all_kinds_of_plans(
     assert (found is None) == (not costs)
     if found is not None:
         assert found.cost <= min(costs) * 1.001
+
+
+def test_matrices_are_cut_where_whole_ones_do_not_fit_or_leave_too_little_memory() -> None:
+    job, speeds = make_job(keeps_grads=True), make_speeds()
+    cuts = with_cuts(job, 2**21, 2**20)
+    with pytest.raises(DoesNotFitError) as caught:
+        solve_job(job, speeds, limits(1, 2000))
+    least_mib = 1 + caught.value.missing[MemoryTier.DEVICE] / MIB
+    whole = solve_job(cuts, speeds, limits(least_mib + 40, 2000))
+    assert whole.costs.job.cut is None
+    assert whole.placement == solve_job(job, speeds, limits(least_mib + 40, 2000)).placement
+    cut = solve_job(cuts, speeds, limits(least_mib - 1, 2000))
+    assert cut.costs.job.cut == cut.costs.job.training.cut_matrices == 2**21, "the largest parts that fit"
+    assert cut.costs.streams
+    assert not cut.costs.streams_ends, "as long as it fits without"
+    with pytest.raises(DoesNotFitError) as caught:
+        solve_job(cuts, speeds, limits(1, 2000))
+    least_cut_mib = 1 + caught.value.missing[MemoryTier.DEVICE] / MIB
+    smallest = solve_job(cuts, speeds, limits(least_cut_mib + 0.1, 2000))
+    assert smallest.costs.job.cut == 2**20
+    assert smallest.plan.streams_ends
+    tied = with_cuts(make_job(keeps_grads=True, is_tied=True), 2**20)
+    assert not any(cut.streams_ends for base in bases_of(tied, speeds, PLENTY) for cut in cut_bases_of(base))
+
+
+def test_cuts_are_powers_of_four_below_the_largest_matrix() -> None:
+    assert cuts_of(2**24) == ()
+    assert cuts_of(2**24 + 1) == cuts_of(2**26) == (2**24,)
+    assert cuts_of(2**28 + 1) == (2**28, 2**26, 2**24)
+    assert cuts_of(0) == ()
 
 
 def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it_has_a_plan() -> None:

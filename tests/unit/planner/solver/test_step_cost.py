@@ -93,7 +93,7 @@ def test_lanes_take_the_time_of_adding_and_the_room_of_sums_that_groups_cut(
     chunks = lanes.job.size.num_chunks(0) * lanes.job.size.chunk_numel
     of_sums = options[1].nbytes[TIER_INDEX[host]] - (num_flats - 1) * 2 * 4 * chunks
     assert of_sums == options[0].nbytes[TIER_INDEX[host]]
-    more = lanes._always_on_device() - plain._always_on_device()
+    more = lanes.always_on_device - plain.always_on_device
     assert more >= 4 * (EMBEDDING_NUMEL + max(block.numel for block in lanes.job.model.blocks[1:]))
 
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, question_on, server
-from windlass.planner.feasibility.feasibility import with_part
+from windlass.planner.feasibility.feasibility import least_memory_of, with_part
+from windlass.planner.feasibility.shortfall import least_gpu
 from windlass.planner.planning.planner import best_plan
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.simulation.planned_job import simulated_step_s
@@ -47,6 +48,23 @@ def test_each_number_of_boxes_has_a_plan_and_the_fastest_comes_first() -> None:
         bounds = [(box.first_block, box.last_block) for box in plan.boxes]
         assert [first for first, _ in bounds] == [0, *(last + 1 for _, last in bounds[:-1])]
         assert bounds[-1][1] == SHAPE.num_layers + 1
+
+
+def test_boxes_whose_gpus_are_too_small_for_whole_matrices_have_one_cut() -> None:
+    shape = SHAPE.model_copy(
+        update={"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 32, "intermediate_size": 12288}
+    )
+    whole = question_on(server(), shape=shape)
+    least = least_gpu(whole, least_memory_of(whole, Profiles(whole)))
+    assert least is not None
+    small = with_part(server(), gpus=with_part(server().gpus, memory_gib=least.gib - 0.2))
+    assert not best_plans([box_plans(kind_of(small, 2, shape=shape))], numbers={2})
+    (cut,) = best_plans([box_plans(kind_of(small, 2, shape=shape, chooses_cut=True))], numbers={2})
+    assert cut.cut_matrices == 2**24
+    (alone,) = best_plans([box_plans(kind_of(small, 1, shape=shape, chooses_cut=True))])
+    assert alone.cut_matrices == 2**24
+    (large,) = best_plans([box_plans(kind_of(server(), 2, shape=shape, chooses_cut=True))], numbers={2})
+    assert large.cut_matrices is None
 
 
 @pytest.mark.long

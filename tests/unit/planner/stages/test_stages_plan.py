@@ -59,6 +59,12 @@ def test_plan_has_its_first_attempt_in_json_only_if_it_replaces_another() -> Non
     assert read(later.to_json()) == later
 
 
+def test_plan_has_its_cut_of_matrices_in_json_only_if_there_is_one() -> None:
+    assert "cut_matrices" not in PLAN.to_json()
+    cut = replace(PLAN, cut_matrices=2**24)
+    assert read(cut.to_json()) == cut
+
+
 def test_plan_tells_its_groups_and_rounds() -> None:
     assert (PLAN.group_size, PLAN.num_rounds) == (2, 2)
     assert [tuple(stage) for stage in PLAN.engine_stages] == [(0, 3), (3, 6)]

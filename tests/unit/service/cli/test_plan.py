@@ -71,6 +71,33 @@ def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
     assert set(found["peak_gib"]) == {"gpu", "host", "ssd"}
 
 
+def test_plan_of_a_job_with_a_cut_has_it(shape: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090-server", *JOB, "--num-microbatches", "1")
+    assert "--set cut_matrices=1048576\n" in run(*job, "--cut-matrices", "1048576").output
+    found = json.loads(run(*job, "--json").output)
+    assert found["choices"]["cut_matrices"] is None
+    assert found["job_settings"]["cut_matrices"] == "auto"
+
+
+@pytest.mark.long
+def test_plan_shows_the_cut_that_a_job_gets() -> None:
+    job = ("--model", "llama-3.1-405b", "--hardware", "rtx4090-server", "--batch-size", "8", "--seq-len", "1024")
+    found = json.loads(run(*job, "--json").output)
+    cut = found["choices"]["cut_matrices"]
+    assert cut >= 2**24
+    assert f"in pieces of at most {2**24} elements (cut_matrices)" in found["least_gpu_reason"]
+    asked = WindlassSettings.model_validate(found["job_settings"])
+    assert asked.cut_matrices == cut
+    assert f"--set cut_matrices={cut}\n" in run(*job).output
+    off = json.loads(run(*job, "--cut-matrices", "off", "--json").output)
+    assert off["least_gpu_gib"] > found["least_gpu_gib"] + 3
+    assert off["job_settings"] is None or off["job_settings"]["cut_matrices"] == "off"
+    assert off["step_s"] is None or off["step_s"] > found["step_s"]
+    fixed = json.loads(run(*job, "--cut-matrices", str(cut), "--json").output)
+    assert fixed["choices"]["cut_matrices"] == cut
+    assert fixed["step_s"] <= 1.01 * found["step_s"]
+
+
 def test_the_settings_of_this_installation_count_for_this_machine_only(shape: Path, home: Path) -> None:
     home.mkdir()
     machine = example_machines()["rtx4090-server"]
@@ -267,6 +294,14 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
             "--accumulation-precision: must be fp32 or the model's own precision",
         ),
         (("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "naive"), "add --no-clip"),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--cut-matrices", "1000"),
+            '--cut-matrices: must be "auto", "off" or a whole number of elements from 1048576 to ',
+        ),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090-server", "--cut-matrices", "fine"),
+            '--cut-matrices: must be "a',
+        ),
         (
             ("--model", "{shape}", "--hardware", "rtx4090-server", "--gradient-updates", "lazy"),
             "not one of auto, active",

@@ -31,12 +31,13 @@ from windlass.service.installation.settings import Settings
 from windlass.service.jobs.machine_resources import MachineResources, threads_of
 from windlass.service.jobs.spec_builder import (
     build_job_spec,
+    first_plan_of,
     gpus_of,
     job_dir,
     plan_bounds,
-    planned_microbatches,
     preparation_order,
     resolve_job,
+    resolve_settings,
     training_config_of,
 )
 from windlass.service.preparation.pipeline import PreparationError
@@ -79,6 +80,7 @@ PLANNED: dict[str, Any] = {
     "state_precision": "bf16",
     "accumulation_precision": "bf16",
     "gradient_updates": "after_backward",
+    "cut_matrices": 2**20,
     "lanes": 2,
     "gpus": 2,
     "commit_minutes": 0.0,
@@ -402,7 +404,7 @@ def test_row_keeps_the_fields_that_the_api_shows(tmp_path: Path) -> None:
     resolved = resolve_job(job_of(windlass_settings()), RESULTS)
     names = "epochs batch_size num_microbatches lanes numerics sequence_length learning_rate warmup_steps schedule "
     names += "weight_decay beta1 beta2 epsilon clip_norm precision seed optimizer state_precision "
-    names += "accumulation_precision update_order kernel model_kernels head_slices max_bad_steps"
+    names += "accumulation_precision update_order kernel model_kernels head_slices cut_matrices max_bad_steps"
     assert list(resolved.hyperparameters) == names.split()
 
 
@@ -427,7 +429,8 @@ def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     request = replace(without_data(request_of(tmp_path, windlass_settings())), chooses_microbatches=True, **numbers)
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
-    assert shared == {*numbers, "hardware", "training", "chooses_microbatches", "chooses_order", "chooses_ranks"}
+    chosen = {f"chooses_{name}" for name in ("microbatches", "cut", "order", "ranks")}
+    assert shared == {*numbers, *chosen, "hardware", "training"}
     # Where the search for a number of micro-batches begins follows from the rest.
     least = replace(request.training, num_microbatches=question.least_microbatches)
     assert question.training == least != request.training
@@ -447,9 +450,10 @@ def test_preparation_order_with_a_budget_has_the_job_s_spec_to_check_it(
         assert (spec.device_memory_nbytes, spec.num_validation_examples) == (_GIB, NUM_VALIDATION_EXAMPLES)
 
 
-def planned(num_microbatches: int | None) -> dict[str, Any]:
-    """The planner's answer; None: the job does not fit."""
-    choices = None if num_microbatches is None else {"num_microbatches": num_microbatches}
+def planned(num_microbatches: int | None, cut_matrices: int | None = None) -> dict[str, Any]:
+    """The planner's answer; no number of micro-batches: the job does not fit."""
+    choices = {"num_microbatches": num_microbatches, "cut_matrices": cut_matrices}
+    choices = None if num_microbatches is None else choices
     report = PlanReport(feasible=choices is not None, reasons=(), choices=choices)
     return {"ok": True, **JobPlan(report=report).to_json()}
 
@@ -468,9 +472,26 @@ def test_number_of_microbatches_is_that_of_the_plan_unless_the_request_has_one()
 
 def test_first_plan_that_fits_gives_the_job_its_number_of_microbatches() -> None:
     results = {**RESULTS, PLAN_JOB: planned(None), f"{PLAN_JOB}@a": {"ok": False, "error": {}}}
-    assert planned_microbatches(results) is None
-    results |= {f"{PLAN_JOB}@b": planned(4), f"{PLAN_JOB}@c": planned(2)}
-    assert planned_microbatches(results) == 4
+    assert first_plan_of(results) is None
+    results |= {f"{PLAN_JOB}@b": planned(4, 2**26), f"{PLAN_JOB}@c": planned(2)}
+    first = first_plan_of(results)
+    assert first is not None
+    assert (first.num_microbatches, first.cut_matrices) == (4, 2**26)
+
+
+def test_cut_of_matrices_is_that_of_the_first_plan_unless_the_request_has_one_and_stays() -> None:
+    left_open, off, fixed = (job_of(windlass_settings(cut_matrices=cut)) for cut in ("auto", "off", 2**22))
+    with_plan = {**RESULTS, PLAN_JOB: planned(4, 2**26)}
+    for job, cut in ((left_open, 2**26), (off, None), (fixed, 2**22)):
+        resolved = resolve_job(job, with_plan)
+        assert resolved.training.cut_matrices == resolved.hyperparameters["cut_matrices"] == cut
+        job.hyperparameters, job.total_steps = resolved.hyperparameters, resolved.total_steps
+        assert training_config_of(job).cut_matrices == cut
+        del job.hyperparameters["cut_matrices"]  # as in rows of older releases, whatever is asked for now
+        assert training_config_of(job).cut_matrices is None
+    assert resolve_job(left_open, RESULTS).training.cut_matrices is None, "without a plan nothing is cut"
+    uncut = {**RESULTS, PLAN_JOB: planned(None), f"{PLAN_JOB}@b": planned(4), f"{PLAN_JOB}@c": planned(4, 2**26)}
+    assert resolve_settings(left_open, uncut).training.cut_matrices is None
 
 
 def test_attempt_updates_blocks_in_the_order_of_its_plan(tmp_path: Path) -> None:

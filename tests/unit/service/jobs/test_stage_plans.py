@@ -88,6 +88,7 @@ def prepared(settings: Settings, **asked: Any) -> Job:
     folder = job_dir(settings, job.id) / "prepare"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{PREPARE_DATA}.json").write_text(json.dumps(RESULTS[PREPARE_DATA]))
+    (folder.parent / "layout.json").write_text(json.dumps({"is_divisible": True}))
     return job
 
 
@@ -158,7 +159,7 @@ def test_row_gets_the_plan_s_numbers_before_the_first_attempt_only(tmp_path: Pat
     job = prepared(settings, gpus="auto", num_microbatches=None)
     before = dict(job.hyperparameters or {})
     changed = fields_of_stages(job, PLAN)["hyperparameters"]
-    assert changed == {**before, "num_microbatches": 8, "gpus": 2}
+    assert changed == {**before, "num_microbatches": 8, "cut_matrices": None, "gpus": 2}
     assert job.hyperparameters == before, "the caller writes the row"
     job.hyperparameters = changed
     assert fields_of_stages(job, PLAN)["hyperparameters"] == changed
@@ -167,6 +168,20 @@ def test_row_gets_the_plan_s_numbers_before_the_first_attempt_only(tmp_path: Pat
     assert fields_of_stages(job, PLAN)["hyperparameters"] == changed
     with pytest.raises(ValueError, match=r"begun with num_microbatches 8, .* and the plan has 16"):
         fields_of_stages(job, replace(PLAN, num_microbatches=16))
+    with pytest.raises(ValueError, match=rf"begun with cut_matrices None, .* and the plan has {2**24}"):
+        fields_of_stages(job, replace(PLAN, cut_matrices=2**24))
+
+
+def test_all_boxes_of_a_job_have_the_cut_of_its_plan(tmp_path: Path) -> None:
+    settings, cut = home_of(tmp_path), replace(PLAN, cut_matrices=2**24)
+    job = prepared(settings)
+    with pytest.raises(ValueError, match=rf"cut_matrices None, and its plan over several boxes is for {2**24}"):
+        build_stage_spec(settings, HEAD_RESOURCES, job, cut, 0)
+    job.hyperparameters = fields_of_stages(job, cut)["hyperparameters"]
+    specs = [build_stage_spec(settings, HEAD_RESOURCES, job, cut, box) for box in (0, 1)]
+    assert [spec.training.cut_matrices for spec in specs] == [2**24, 2**24]
+    with pytest.raises(ValueError, match="make the plan again"):
+        build_stage_spec(settings, HEAD_RESOURCES, job, PLAN, 0)
 
 
 def test_row_of_a_job_with_a_fixed_number_of_gpus_gets_none(tmp_path: Path) -> None:
@@ -207,6 +222,10 @@ def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_b
     request = stages_request(settings, job, boxes, 2)
     assert (request.chooses_microbatches, request.chooses_ranks, request.num_ranks) == (True, True, 3)
     assert [box.num_ranks for box in request.boxes] == [None, 2], "each box has as many as it has room for"
+    assert request.chooses_cut
+    layout = job_dir(settings, job.id) / "layout.json"
+    layout.write_text("{}")
+    assert not stages_request(settings, job, boxes, 2).chooses_cut, "an earlier version has prepared the job"
     job.attempt = 1
     assert not stages_request(settings, job, boxes, 2).chooses_microbatches
     again = stages_request(settings, job, boxes, 2, before=PLAN)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import itertools
 import json
 from dataclasses import replace
 from importlib.metadata import version
@@ -105,6 +106,51 @@ def check(shape: ModelShape, data: st.DataObject, *, num_passes: int) -> None:
         # Choices that only a model of odd proportions has are not recorded.
         with contextlib.nullcontext() if is_ordinary(shape, each) else contextlib.suppress(NotKnownError):
             assert known.needs(choices, each) == traced.needs(choices, each)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_known_peaks_of_cut_matrices_are_at_least_those_of_a_trace_and_near_them(family: str) -> None:
+    fields: dict[str, Any] = {} if family == "gpt2" else {"num_kv_heads": 4, "intermediate_size": 2304}
+    shape = ModelShape(
+        num_layers=1,
+        hidden_size=768,
+        num_heads=12,
+        vocab_size=3000,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        **fields,
+    )
+    traced = TracedModel(config_of_shape(shape, num_tokens=POSITIONS), Precision.BF16)
+    known = known_facts(shape, Precision.BF16, num_tokens=POSITIONS)
+    least: dict[int, int] = {}
+    for num_tokens, cut in itertools.product((64, 1024), (2**20, 2**16)):
+        each = Passes(
+            num_examples=1,
+            num_tokens=num_tokens,
+            grad_precision=Precision.FP32,
+            is_summed=True,
+            cut_matrices=cut,
+        )
+        one, other = (facts.needs({}, each).units[1] for facts in (known, traced))
+        assert (one.output_nbytes, one.held_nbytes, one.swapped) == (other.output_nbytes, other.held_nbytes, ())
+        part_nbytes = 2 * max(numel for _, _, numel in known.layout.blocks[1].parts(cut))
+        for mine, real in (
+            (one.forward_peak_nbytes, other.forward_peak_nbytes),
+            (one.backward_peak_nbytes, other.backward_peak_nbytes),
+        ):
+            assert 0 <= mine - real <= 2 * part_nbytes + 0.2 * real
+        for mine, real in (
+            (known.needs({}, each).head_peak_nbytes, traced.needs({}, each).head_peak_nbytes),
+            *(
+                (getattr(known.needs({}, each).units[0], name), getattr(traced.needs({}, each).units[0], name))
+                for name in ("forward_peak_nbytes", "backward_peak_nbytes")
+            ),
+        ):
+            assert mine >= real, "of the head, and of the embedding"
+        whole = known.needs({}, replace(each, cut_matrices=None)).units[1]
+        assert one.backward_peak_nbytes <= whole.backward_peak_nbytes
+        least[cut] = one.backward_peak_nbytes
+    assert least[2**16] <= least[2**20]
 
 
 @hypothesis.settings(max_examples=2, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate])

@@ -168,6 +168,13 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
             "with precision fp16 every gradient must be known before the first update, as one overflow skips the step; "
             "choose auto or kept, or precision bf16, got 'active'",
         ),
+        (
+            {"windlass": {"cut_matrices": 2**20 - 1}},
+            "windlass.cut_matrices",
+            'must be "auto", "off" or a whole number of elements from 1048576 to 1099511627776, got 1048575',
+        ),
+        ({"windlass": {"cut_matrices": None}}, "windlass.cut_matrices", 'must be "auto", "off" or a whole number'),
+        ({"windlass": {"cut_matrices": True}}, "windlass.cut_matrices", 'must be "auto", "off" or a whole number'),
         ({"windlass": {"lanes": 0}}, "windlass.lanes", 'must be "auto" or a whole number from 1 to 4096, got 0'),
         (
             {"windlass": {"num_microbatches": 2, "batch_size": 4, "lanes": 3}},
