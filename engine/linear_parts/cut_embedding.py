@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from windlass.engine.linear_parts.cut_linear import MatrixParts
+from windlass.engine.linear_parts.cut_linear import CutModule
 
 _aten = torch.ops.aten
 
 
-class CutEmbedding:
+class CutEmbedding(CutModule):
     """The computation of one embedding in parts, in place of its module's own."""
 
     def __init__(
@@ -37,41 +37,18 @@ class CutEmbedding:
             parts: (name, offset in the block's flat vector, elements) of each part.
             add_grad: gets the gradient of each part with its name and offset, the last part first.
         """
-        self._module: nn.Module = module
+        super().__init__(module, self._rows_of, shape[1], parts, add_grad)
         self._padding_idx = module.padding_idx  # a row that is not trained
-        self._width = shape[1]
-        self._bounds = tuple(end // self._width for end in itertools.accumulate((n for *_, n in parts), initial=0))
-        self._names = [(name, offset) for name, offset, _ in parts]
-        self._add_grad = add_grad
-        # Without an input that needs a gradient, autograd would not call the backward pass.
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._wants_grad = False
-        self._parts: MatrixParts | None = None
 
-    def install(self, parts: MatrixParts) -> None:
-        """Computes with these parts until `remove`."""
-        self._parts, self._wants_grad = parts, False
-        self._module.forward = self._compute
-
-    def require_grad(self) -> None:
-        """Has the backward pass of what is computed from now on call `add_grad`."""
-        self._wants_grad = True
-
-    def remove(self) -> None:
-        """Restores the module's own computation."""
-        self._parts = None
-        del self._module.forward
-
-    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
-        anchor = self._anchor if self._wants_grad else None
-        rows: torch.Tensor = _Rows.apply(ids, anchor, self)  # type: ignore[no-untyped-call]
+    def _rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = _Rows.apply(ids, self._anchor, self)  # type: ignore[no-untyped-call]
         return rows
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the rows of tokens (T): (T, H)."""
         assert self._parts is not None, "the parts are installed"
         found: torch.Tensor | None = None
-        for start, stop in itertools.pairwise(self._bounds):
+        for start, stop in itertools.pairwise(self._rows):
             with self._parts.rows(start, stop) as part:
                 rows = F.embedding((ids - start).clamp_(0, stop - start - 1), part)
             if found is None:
@@ -84,7 +61,7 @@ class CutEmbedding:
     def add_matrix_grads(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Makes the gradient of each part from that of the rows: (T) and (T, H)."""
         for (name, offset), (start, stop) in reversed(
-            list(zip(self._names, itertools.pairwise(self._bounds), strict=True))
+            list(zip(self._names, itertools.pairwise(self._rows), strict=True))
         ):
             num_rows = stop - start
             is_here = (ids >= start) & (ids < stop)

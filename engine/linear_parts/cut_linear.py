@@ -31,7 +31,48 @@ class MatrixParts(Protocol):
         """Provides columns, as a matrix (rows, stop - start)."""
 
 
-class CutLinear:
+class CutModule:
+    """A module that computes in parts of its matrix, in place of its own computation."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        width: int,
+        parts: Sequence[tuple[str, int, int]],
+        add_grad: Callable[[str, int, torch.Tensor], None],
+    ) -> None:
+        """`compute` takes the place of the forward of `module`. `width`: elements of a row. See `CutLinear`."""
+        self._module, self._compute = module, compute
+        self._rows = tuple(end // width for end in itertools.accumulate((n for *_, n in parts), initial=0))
+        self._names = [(name, offset) for name, offset, _ in parts]
+        self._add_grad = add_grad
+        # Without an input that needs a gradient, autograd would not call the backward pass.
+        self._own_anchor = torch.empty(0, requires_grad=True)
+        self._wants_grad = False
+        self._parts: MatrixParts | None = None
+
+    def install(self, parts: MatrixParts) -> None:
+        """Computes with these parts until `remove`. The module's own bias must be installed while it runs."""
+        self._parts, self._wants_grad = parts, False
+        self._module.forward = self._compute
+
+    def require_grad(self) -> None:
+        """Has the backward pass of what is computed from now on call `add_grad`."""
+        self._wants_grad = True
+
+    def remove(self) -> None:
+        """Restores the module's own computation."""
+        self._parts = None
+        del self._module.forward
+
+    @property
+    def _anchor(self) -> torch.Tensor | None:
+        """An input by which autograd calls the backward pass; None: it need not."""
+        return self._own_anchor if self._wants_grad else None
+
+
+class CutLinear(CutModule):
     """The computation of one linear layer in parts, in place of its module's own."""
 
     def __init__(
@@ -54,40 +95,18 @@ class CutLinear:
             cut_matrices: as in the job's `TrainingConfig`.
             add_product: gets the factors of each part's gradient in place of it: the gradient is `left.T @ right`.
         """
-        self._module = module
+        num_rows, width = shape
+        super().__init__(module, self._outputs_of, width, parts, add_grad)
         self._add_product = add_product
         self._is_transposed = isinstance(module, nn.Linear)  # the matrix is (O, I)
-        num_rows, width = shape
-        numels = [numel for *_, numel in parts]
-        self._rows = tuple(end // width for end in itertools.accumulate(numels, initial=0))
         self._columns = column_bounds(shape, cut_matrices)
-        self._names = [(name, offset) for name, offset, _ in parts]
-        self._add_grad = add_grad
         self._num_inputs, self._num_outputs = (width, num_rows) if self._is_transposed else (num_rows, width)
         # Shows the size of the product to those that count operators.
         self._like_matrix = torch.empty(self._num_inputs, self._num_outputs, device="meta")
-        # Without an input that needs a gradient, autograd would not call the backward pass.
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._wants_grad = False
-        self._parts: MatrixParts | None = None
 
-    def install(self, parts: MatrixParts) -> None:
-        """Computes with these parts until `remove`. The module's own bias must be installed while it runs."""
-        self._parts, self._wants_grad = parts, False
-        self._module.forward = self._compute
-
-    def require_grad(self) -> None:
-        """Has the backward pass of what is computed from now on call `add_grad`."""
-        self._wants_grad = True
-
-    def remove(self) -> None:
-        """Restores the module's own computation."""
-        self._parts = None
-        del self._module.forward
-
-    def _compute(self, inputs: torch.Tensor) -> torch.Tensor:
-        anchor = self._anchor if self._wants_grad else None
-        outputs: torch.Tensor = _Product.apply(inputs, self._module.bias, anchor, self)  # type: ignore[no-untyped-call]
+    def _outputs_of(self, inputs: torch.Tensor) -> torch.Tensor:
+        bias, anchor = self._module.bias, self._anchor
+        outputs: torch.Tensor = _Product.apply(inputs, bias, anchor, self)  # type: ignore[no-untyped-call]
         return outputs
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
