@@ -70,7 +70,7 @@ def test_a_job_goes_on_while_the_service_is_dead_and_nothing_is_missing(
             monkeypatch.setenv(name, value)
     kernels = installation.home / "kernels"
     if compiled_kernels is not None and not compiles:
-        shutil.copytree(compiled_kernels, kernels)
+        shutil.copytree(compiled_kernels, kernels, ignore=shutil.ignore_patterns("compiling-*"))
     make_tiny_model(installation.home / "models" / "tiny")
     installation.home.chmod(0o700)
     training_file, validation_file = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"

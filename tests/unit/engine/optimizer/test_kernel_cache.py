@@ -26,8 +26,9 @@ FORMAT = Format(grad=torch.bfloat16, param=torch.bfloat16, states=StatePrecision
 
 @pytest.fixture
 def cache_dir(kernel_dir: Path, tmp_path: Path) -> Path:
-    """A private copy of a filled cache."""
-    return Path(shutil.copytree(kernel_dir, tmp_path / "kernels"))
+    """A private copy of a filled cache, without what other tests' processes compile at the moment."""
+    unfinished = shutil.ignore_patterns("compiling-*")
+    return Path(shutil.copytree(kernel_dir, tmp_path / "kernels", ignore=unfinished))
 
 
 @pytest.fixture
