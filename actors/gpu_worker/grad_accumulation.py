@@ -89,6 +89,7 @@ class PartialGrads:
         self._sums = ReturningSums(
             context.blocks_with_sums_on_device,
             (*context.plan.grad_streamed_blocks, *context.plan.grad_overlaid_blocks),
+            context.plan.tied_in_pieces,
         )
         self._left: dict[Use, SumPassed] = {}  # sums in slots, for a group of this GPU worker
         # The sums of the first expected operation, each with the event after its copy.

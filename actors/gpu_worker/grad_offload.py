@@ -133,7 +133,8 @@ class GradOffload:
         self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._take, arena, spans, send, rank=rank)
         self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
-        if rounded := rounded_in_pieces(self._in_pieces, summed_in_fp32, itemsize=self._dtype.itemsize):
+        rounded_later = self._in_pieces.difference(context.plan.tied_in_pieces)
+        if rounded := rounded_in_pieces(rounded_later, summed_in_fp32, itemsize=self._dtype.itemsize):
             raise PlanError(
                 f"streams_ends is set, and the head (block {rounded[0]}) goes over a micro-batch in several slices: "
                 f"their sum is in fp32, and gradients leave in {self._dtype}; choose micro-batches of one slice, or "
@@ -178,7 +179,7 @@ class GradOffload:
         Raises the errors of `CancelToken.wait_for`.
         """
         if block in self._in_pieces:
-            return self._streamed.begin(operation)
+            return self._streamed.begin(operation, block)
         use = (operation.block, block)
         source = self._sums.begin(operation, block)
         if source is not SumSource.DEVICE and self._sums.needs_permit(use):
@@ -229,7 +230,8 @@ class GradOffload:
         if operation.block in self._in_pieces:
             self._streamed.end()
             return
-        uses = self._sums.pass_on(operation)
+        self._end_tied(operation.block)
+        uses = [use for use in self._sums.pass_on(operation) if use[1] not in self._in_pieces]
         self._partials.will_leave(len(uses))
         for use in uses:
             self._requests.put(_Partial(operation, use, self._buffers.pop(use), self._device.compute.record()))
@@ -251,6 +253,7 @@ class GradOffload:
             assert norm is not None, "the last group's operation completes the gradient"
             self._device.compute.run(functools.partial(on_complete, norm))
             return
+        self._end_tied(block)
         params = self._params_of(block)
         (grad, *others), compute = map(self._buffers.pop, self._sums.complete(block)), self._device.compute
 
@@ -354,6 +357,7 @@ class GradOffload:
             itemsize=self._dtype.itemsize,
             summed_in_fp32=summed_in_fp32,
             has_lanes=self._lanes.num_lanes > 1,
+            tied=context.plan.tied_in_pieces,
             is_summed=context.spec.training.num_microbatches > 1,
         )
         dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}
@@ -370,6 +374,7 @@ class GradOffload:
             num_groups=plan.num_groups,
             num_grad_buffers=plan.num_grad_buffers,
             elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
+            tied_in_pieces=plan.tied_in_pieces,
             lanes=self._lanes,
             group_size=plan.group_size,
         )
@@ -391,6 +396,11 @@ class GradOffload:
             total.lane = GradBuffer(self._flats.take(total.flat.numel(), total.flat.dtype, self._device.compute))
         return LaneSums(total, self._params_of(block), is_first_lane=self._lanes.lane_of(start) == 0)
 
+    def _end_tied(self, user: BlockIndex) -> None:
+        """Ends a block's operation that may have added to the gradient of a tied block in pieces."""
+        if self._pieces is not None and self._pieces.has_begun(user):
+            self._pieces.end()
+
     @property
     def _streamed(self) -> StreamedGrads:
         assert self._pieces is not None, "the plan has gradients in pieces"
@@ -409,7 +419,8 @@ class GradOffload:
                 self._uncommitted.append(request)
                 return
         spans = self._streamed.slots_of(operation.block)
-        self._streamed.then(working_at(operation, functools.partial(self._copied, request, spans)))
+        copied = working_at(operation, functools.partial(self._copied, request, spans))
+        self._streamed.then(operation.block, copied)
 
     def _run(self) -> None:
         while (request := self._requests.take()) is not None:

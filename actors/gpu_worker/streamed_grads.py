@@ -10,7 +10,7 @@ of each only, so the total of earlier lanes waits in host memory.
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from windlass.engine.pieces import (
     PieceSums,
     StreamedGrad,
     SumBesideTotal,
+    TiedSums,
 )
 from windlass.storage.ids import BlockIndex, ChunkKey, Span
 from windlass.storage.memory import SlotPool
@@ -83,6 +84,7 @@ class _Last:
     """The operation that was begun last."""
 
     operation: ComputeBlock
+    block: BlockIndex  # whose gradient it is
     grad: StreamedGrad
     sums: PieceSums
     slots: Mapping[ChunkKey, Span]  # the place of the sums after it
@@ -126,40 +128,44 @@ class StreamedGrads:
         cuts = piece_bounds(context)
         self._bounds = {block: (*cuts[block], context.layout.blocks[block].numel) for block in blocks}
         self._memory = memory
-        flats = memory.buffers[None]
-        self._buffers = GradPieceBuffers(device, flats[:-NUM_REST_BUFFERS], flats[-NUM_REST_BUFFERS:])
+        # Of a tied block, sums in fp32.
+        self._tied = frozenset(context.plan.tied_in_pieces)
+        self._by_user = {user: self._open_buffers(memory.buffers[user]) for user in (None, *self._tied)}
         self._complete: dict[BlockIndex, dict[ChunkKey, Span]] = {}
 
-    def begin(self, operation: ComputeBlock) -> StreamedGrad:
-        """Returns the place to which an operation adds. `end` must follow.
+    def begin(self, operation: ComputeBlock, block: BlockIndex) -> StreamedGrad:
+        """Returns the place to which an operation adds a block's gradient. `end` must follow.
 
-        May wait for slots, for memory, and for the sum of the group before.
+        May wait for slots, for memory, and for the sum of the group before, or of another block's operation.
         """
-        others = self._memory.enter(None)
-        self._device.compute.run(functools.partial(self._buffers.wait_for_others, others))
-        block, sums, left = operation.block, PieceSums(), None
+        user, buffers, use = self._user_of(block), self._buffers_of(block), (operation.block, block)
+        others = self._memory.enter(user)
+        self._device.compute.run(functools.partial(buffers.wait_for_others, others))
+        sums, left = PieceSums(), None
         if operation.group > 0:
-            left = self._partials.wait_for(operation, (block, block))
-            sums = self._pieces_of(operation, left)
-        is_complete = operation.group == self._context.plan.num_groups - 1
+            left = self._partials.wait_for(operation, use)
+            sums = self._pieces_of(operation, block, left)
+        is_complete = operation.group == self._context.plan.num_groups - 1 and operation.block == block
         keys = self._context.layout.chunk_keys(block)
-        acquired = (
-            self._slots.acquire(len(keys)) if is_complete else self._partials.slots_for(operation, (block, block))
-        )
+        acquired = self._slots.acquire(len(keys)) if is_complete else self._partials.slots_for(operation, use)
         slots = dict(zip(keys, acquired, strict=True))
+        tied = None
         if is_complete:
             self._complete[block] = slots
+            if block in self._tied:
+                sums, tied = self._with_other_use(operation, sums)
         grad = StreamedGrad(
-            self._buffers,
+            buffers,
             self._bounds[block],
             self._params_of(block),
             sums,
-            self._home(operation, slots, is_partial=not is_complete),
+            self._home(operation, block, slots, is_partial=not is_complete),
             is_complete=is_complete,
             moves=is_complete or self._context.plan.passes_sums_at_once,
             lanes=self._lanes_of(operation),
+            tied=tied,
         )
-        self._last = _Last(operation, grad, sums, slots, left)
+        self._last = _Last(operation, block, grad, sums, slots, left)
         self._device.compute.run(grad.begin)
         return grad
 
@@ -172,7 +178,7 @@ class StreamedGrads:
         assert last is not None, "an operation has begun"
         self._last = None
         self._device.compute.run(last.grad.end)
-        self._device.compute.run(lambda: self._memory.leave(self._buffers.ends))
+        self._device.compute.run(lambda: self._memory.leave(self._buffers_of(last.block).ends))
         # As work of the stream, because only then the copies are queued on the other streams.
         self._device.compute.run(functools.partial(self._when_moved, last))
         return last.grad.norm or last.grad.norms
@@ -185,38 +191,69 @@ class StreamedGrads:
         block, keys = operation.block, self._context.layout.chunk_keys(operation.block)
         total = None
         if left is not None:
-            home = self._home(operation, dict(zip(keys, left.total.slots, strict=True)), is_partial=True)
+            home = self._home(operation, block, dict(zip(keys, left.total.slots, strict=True)), is_partial=True)
             was_read = functools.partial(self._partials.was_read, operation, left)
             total = HostTotal(home=home, touched=left.total.touched, on_read=working_at(operation, was_read))
         between = None
         if len(self._lane_slots) >= len(keys):
-            between = self._home(operation, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
+            between = self._home(operation, block, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
         _, *parts = self._memory.buffers[block]
-        return SumBesideTotal(self._buffers, sums, parts, self._params_of(block), total, between)
+        return SumBesideTotal(self._by_user[None], sums, parts, self._params_of(block), total, between)
 
     def slots_of(self, block: BlockIndex) -> dict[ChunkKey, Span]:
         """Removes and returns the slots of a complete gradient. Its last pieces may be on their way."""
         return self._complete.pop(block)
 
-    def then(self, callback: Callable[[], None]) -> None:
-        """Calls back when all pieces that have left until now are in their slots."""
-        self._buffers.then(callback)
+    def then(self, block: BlockIndex, callback: Callable[[], None]) -> None:
+        """Calls back when all pieces of a block that have left until now are in their slots."""
+        self._buffers_of(block).then(callback)
+
+    def has_begun(self, user: BlockIndex) -> bool:
+        """Returns whether an operation of a block has begun and not ended."""
+        return self._last is not None and self._last.operation.block == user
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _open_buffers(self, flats: Sequence[torch.Tensor]) -> GradPieceBuffers:
+        return GradPieceBuffers(self._device, flats[:-NUM_REST_BUFFERS], flats[-NUM_REST_BUFFERS:])
+
+    def _user_of(self, block: BlockIndex) -> BlockIndex | None:
+        return block if block in self._tied else None
+
+    def _buffers_of(self, block: BlockIndex) -> GradPieceBuffers:
+        return self._by_user[self._user_of(block)]
+
+    def _with_other_use(self, operation: ComputeBlock, own: PieceSums) -> tuple[PieceSums, TiedSums]:
+        """Returns the sum that the head has left of a tied embedding, and the embedding's own to be added to it."""
+        block, layout = operation.block, self._context.layout
+        head = BlockIndex(len(layout.blocks) - 1)
+        left = self._partials.wait_for(operation, (head, block))
+        keys, home = layout.chunk_keys(block), None
+        if self._context.spec.training.num_microbatches > 1:
+            slots = self._partials.slots_for(operation, (block, block))
+            home = self._home(operation, block, dict(zip(keys, slots, strict=True)), is_partial=True)
+        between = self._home(operation, block, dict(zip(keys, left.total.slots, strict=True)), is_partial=True)
+        last = self._context.spec.training.num_microbatches - 1
+        tied = TiedSums(own=own, own_home=home, between=between, last_microbatch=last, dtype=self._dtype)
+        return self._pieces_of(operation, block, left), tied
+
     def _when_moved(self, last: _Last) -> None:
         """Tells other GPU workers of an operation's sums when they were read, and when they are in host memory."""
+        buffers = self._buffers_of(last.block)
         if last.left is not None:
             was_read = functools.partial(self._partials.was_read, last.operation, last.left)
-            self._buffers.h2d.then(working_at(last.operation, was_read))
+            buffers.h2d.then(working_at(last.operation, was_read))
         if last.grad.norm is None and last.grad.norms is None:
-            self._buffers.d2h.then(working_at(last.operation, functools.partial(self._pass_on, last)))
+            buffers.d2h.then(working_at(last.operation, functools.partial(self._pass_on, last)))
 
     def _params_of(self, block: BlockIndex) -> list[tuple[str, int, int]]:
         return self._context.layout.grad_parts(block, self._context.spec.training.cut_matrices)
 
-    def _home(self, operation: ComputeBlock, slots: Mapping[ChunkKey, Span], *, is_partial: bool) -> _Slots:
-        return _Slots(operation, slots, is_partial, self._dtype, self._context.layout, self._arena, self._spans)
+    def _home(
+        self, operation: ComputeBlock, block: BlockIndex, slots: Mapping[ChunkKey, Span], *, is_partial: bool
+    ) -> _Slots:
+        dtype = self._buffers_of(block).dtype if is_partial else self._dtype
+        return _Slots(operation, slots, is_partial, dtype, self._context.layout, self._arena, self._spans)
 
     def _lanes_of(self, operation: ComputeBlock) -> PieceLanes | None:
         if self._lanes.num_lanes == 1:
@@ -225,20 +262,21 @@ class StreamedGrads:
         home = None
         if self._lanes.has_long_lane or operation.phase is Phase.HEAD:  # the head may have several slices
             keys = self._context.layout.chunk_keys(operation.block)
-            home = self._home(operation, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
+            slots = dict(zip(keys, self._lane_slots, strict=False))
+            home = self._home(operation, operation.block, slots, is_partial=True)
         chunk_numel = self._context.layout.chunk_numel
         return PieceLanes(division=self._lanes, last=self._lanes.lane_of(stop - 1), home=home, chunk_numel=chunk_numel)
 
-    def _pieces_of(self, operation: ComputeBlock, left: SumPassed) -> PieceSums:
-        """Returns the sums that the group before has left."""
-        block, touched = operation.block, set(left.total.touched)
+    def _pieces_of(self, operation: ComputeBlock, block: BlockIndex, left: SumPassed) -> PieceSums:
+        """Returns the sums that the group before has left, or another block's operation."""
+        touched = set(left.total.touched)
         slots = dict(zip(self._context.layout.chunk_keys(block), left.total.slots, strict=True))
-        home, bounds = self._home(operation, slots, is_partial=True), self._bounds[block]
+        home, bounds = self._home(operation, block, slots, is_partial=True), self._bounds[block]
         offsets = [offset for name, offset, _ in self._params_of(block) if name in touched]
         pieces = {bisect_right(bounds, offset, hi=len(bounds) - 1) - 1 for offset in offsets}
         return PieceSums(touched, dict.fromkeys(pieces, (home, None)))
 
     def _pass_on(self, last: _Last) -> None:
-        block = last.operation.block
-        parts = sum_parts(self._dtype, last.sums.touched, last.slots.values())
-        self._partials.pass_on(last.operation, (block, block), parts)
+        dtype = self._buffers_of(last.block).dtype
+        parts = sum_parts(dtype, last.sums.touched, last.slots.values())
+        self._partials.pass_on(last.operation, (last.operation.block, last.block), parts)

@@ -216,7 +216,7 @@ class GpuWorker:
         longest = evaluation_batch_size(self.spec) * self.hyper.sequence_length
         self._computation = Computation(self.runner, self.device, group_size, self._activations, self.context.stage)
         self._edges = StageEdges(self.context, self.device, self._tensors, self.send, rank=self.rank)
-        names = self.partition.names_used(self.partition.head, 0)
+        names = self.partition.grads_used(self.partition.head, 0, self.hyper.cut_matrices)
         self._shared = SharedParams(self.context, self.device, self._tensors, self.send, rank=self.rank, names=names)
         self._grads = GradOffload(
             self.context,
@@ -319,8 +319,8 @@ class GpuWorker:
         is_cut = self.hyper.cut_matrices is not None
         if is_cut and self.context.layout.divisible_names != self.partition.layout.divisible_names:
             raise UnsupportedArchitectureError(
-                "the job was prepared by an earlier version, which did not note which matrices can be cut; submit it "
-                "again, or with cut_matrices off"
+                "the job was prepared by an earlier version, which cut other matrices or none; submit it again, or "
+                "with cut_matrices off"
             )
         all_choices = set(plan.layer_activations) or {RECOMPUTE_ALL}
         if plan.streamed_blocks:

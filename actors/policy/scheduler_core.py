@@ -1,8 +1,9 @@
 """The scheduler's core: events in, instructions out. No clock, no I/O, no Ray.
 
-It grants operations to the ranks, which are the job's GPU workers, and it lets the actors update a step. Within that
-the workers decide. Their queues for gradient offloads and updates (`worker_queues.py`) are ordered by (step, block),
-smallest first. So the next forward pass begins while later blocks are still being updated.
+It grants operations to the ranks, which are the job's GPU workers, and it lets the actors update a step
+(`step_updates.py`). Within that the workers decide. Their queues for gradient offloads and updates
+(`worker_queues.py`) are ordered by (step, block), smallest first. So the next forward pass begins while later blocks
+are still being updated.
 Source: AutoHete, section 3.3.
 
 The forward pass of block i in step t+1 waits only for the update of block i in step t. With clipping or loss scaling,
@@ -13,10 +14,7 @@ Each rank has its own operations (`rank_queue.py`), and may be ahead of the othe
 an evaluation whose result can request a checkpoint or end the job.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from windlass.actors.messages import (
     BlockComputed,
@@ -34,17 +32,13 @@ from windlass.actors.messages import (
     ModelLoaded,
     Phase,
     RestoreStates,
-    SkipStep,
     StatesRestored,
     StoreCommitted,
     StoredParams,
-    UpdateStep,
 )
-from windlass.actors.policy.block_states import BlockInStep, BlockState
-from windlass.actors.policy.clipping import clip_scale
+from windlass.actors.policy.actions import Action, DecideCommit
 from windlass.actors.policy.commits import Commits
 from windlass.actors.policy.config import Operation, SchedulerConfig
-from windlass.actors.policy.folding import fold
 from windlass.actors.policy.pending_replies import (
     Instruction,
     PendingReplies,
@@ -52,56 +46,10 @@ from windlass.actors.policy.pending_replies import (
     completes_gradient,
 )
 from windlass.actors.policy.rank_queue import PassedResults, RankQueue
-from windlass.actors.policy.trainer_state import StepResult, TrainerState
+from windlass.actors.policy.step_updates import StepUpdates
+from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.worker_policy import GRANTED_AHEAD, REPORT_EVERY, round_of
 from windlass.storage.ids import ActorName, BlockIndex, Step
-
-
-class NotFiniteError(Exception):
-    """Gradients are not finite, and the step cannot be skipped or too many were. The text names the step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
-    """The facts about a step that are known once all its gradients are."""
-
-    grad_norm: float  # of all gradients, before clipping; NaN if one is not finite and the step is skipped
-    loss_scale: float  # of this step
-    num_skipped: int  # skipped steps so far, this one included
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndStep:
-    """Asks the scheduler's shell to record the end of a step. It comes before the instructions to commit the step."""
-
-    step: Step
-    end: StepEnd | None  # None for step 0
-    trainer: dict[str, Any]  # the trainer's state after the step, which its commit must store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecideCommit:
-    """Asks the scheduler's shell to note durably that all SSDs have committed a step, then to call `commit_decided`."""
-
-    step: Step
-
-
-Action = Instruction | EndStep | DecideCommit
-
-
-@dataclass(slots=True)
-class _StepUpdates:
-    """The progress of one step's updates."""
-
-    loss_scale: float
-    blocks: dict[BlockIndex, BlockInStep] = field(default_factory=dict)  # those whose last operation is granted
-    sq_sums: dict[BlockIndex, tuple[float, ...]] = field(default_factory=dict)  # of blocks whose gradient is known
-    result: StepResult | None = None  # None: not all gradients are known
-    end: StepEnd | None = None  # set once all gradients are known
-    optimizer_step: int = 0
-    grad_scale: float = 0.0
-    update_sent: bool = False  # UpdateStep was sent
-    num_updated: int = 0
 
 
 class Pipeline:
@@ -121,8 +69,7 @@ class Pipeline:
         }
         self._passed = PassedResults(config.num_blocks)
         self._early_grads: list[GradReady] = []  # gradients of the head, before all losses of their step are reported
-        self._steps: dict[int, _StepUpdates] = {}
-        self._updating: list[BlockInStep] = []  # blocks whose updates will be added to the pending replies
+        self._updates = StepUpdates(config, trainer, self.commits, self.waits)
         # The actors that still have to read their resident states. They are asked to before the first operation.
         self._to_restore = {actor for block in config.flushed_blocks for actor in config.holders(block)}
         self._restoring = False
@@ -134,7 +81,6 @@ class Pipeline:
         # boxes it is its group and not its round, because a round may be other groups on another box.
         self._evaluated_to = (Step(0), 0, BlockIndex(0))
         self._last_started_step = max(self.committed, 0)  # the last step with an operation granted to any rank
-        self._ended = max(self.committed, 0)  # the last step with an `EndStep`
         self._last_commit_sent = -1  # the last commit reported to the GPU worker that completes gradients
         self.final_step = config.total_steps  # the step whose model is the job's
         self._final_copy_of: str | None = None  # path of the checkpoint that becomes the job's model instead
@@ -142,7 +88,7 @@ class Pipeline:
             ModelLoaded: self._on_model_loaded,
             StatesRestored: self._on_states_restored,
             ComputeProgressed: self._on_compute_progressed,
-            BlockUpdated: self._on_block_updated,
+            BlockUpdated: self._updates.on_block_updated,
             BlockFlushed: self._on_block_flushed,
             StoreCommitted: self._on_store_committed,
             ModelExported: self._on_model_exported,
@@ -195,7 +141,7 @@ class Pipeline:
     @property
     def next_open_commit(self) -> int:
         """The first commit step whose commit can still record that the step becomes a checkpoint."""
-        return self.config.commit_after(max(self._ended, self._last_started_step - 1))
+        return self.config.commit_after(max(self._updates.last_ended, self._last_started_step - 1))
 
     def checkpoint_after(self, step: int) -> None:
         """Requests the export of a step that will be committed. The next step waits for it and must not have begun."""
@@ -235,13 +181,7 @@ class Pipeline:
         for rank in self._ranks.values():
             assert len(rank.running) <= self.config.ordering.max_prefetched + GRANTED_AHEAD
             assert list(rank.running) == sorted(rank.running)
-        for updates in self._steps.values():
-            states = [each.state for each in updates.blocks.values()]
-            assert states.count(BlockState.UPDATED) == updates.num_updated < self.config.num_blocks
-            assert len(states) - states.count(BlockState.COMPUTING) == len(updates.sq_sums)
-            assert BlockState.DISCARDED not in states, "a skipped step is over at once"
-            assert (BlockState.KEPT in states) <= (not updates.update_sent)
-            assert all(bool(each.missing) == (each.state is BlockState.UPDATING) for each in updates.blocks.values())
+        self._updates.check_invariants()
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -251,7 +191,7 @@ class Pipeline:
         if self._loading:
             return []
         self.commits.model_loaded()
-        return [self._end_step(Step(0), None)]
+        return [self._updates.end_step(Step(0), None)]
 
     def _on_states_restored(self, event: StatesRestored) -> list[Action]:
         self.waits.resolve(StatesRestored, event.step, event.actor)
@@ -279,20 +219,11 @@ class Pipeline:
         The reports of other ranks may be slower.
         """
         if not self.config.keeps_grads:
-            self._require_finite(grad)
+            self._updates.require_finite(grad)
         if self._misses_losses(grad):
             self._early_grads.append(grad)
             return []
-        updates = self._steps[grad.step]
-        updates.sq_sums[grad.block] = grad.sq_sums
-        block = updates.blocks[grad.block]
-        block.become(BlockState.KEPT)
-        actions: list[Action] = []
-        if len(updates.sq_sums) == self.config.num_blocks:
-            actions += self._on_all_gradients(grad.step, updates)
-        if updates.update_sent:
-            actions += self._await_update(block)
-        return actions
+        return self._updates.add_gradient(grad)
 
     def _misses_losses(self, grad: GradReady) -> bool:
         """Returns whether a gradient is that of the head, and other ranks have not reported all losses of the step."""
@@ -302,92 +233,6 @@ class Pipeline:
         return grad.block == self.config.num_blocks - 1 and any(
             operation.phase is Phase.HEAD and operation.step == grad.step for operation in running
         )
-
-    def _require_finite(self, grad: GradReady) -> None:
-        if not grad.is_finite:
-            raise NotFiniteError(
-                f"a gradient of step {grad.step} is not finite, and its updates have begun: the job ends; step "
-                f"{self.committed} is the last that was committed"
-            )
-
-    def _on_all_gradients(self, step: Step, updates: _StepUpdates) -> list[Action]:
-        """Decides whether a step is updated or skipped.
-
-        If gradients are not kept, they are all finite here and the updates have begun.
-        """
-        grad_sq_sum = self._fold_sq_sums(updates.sq_sums)
-        is_finite = math.isfinite(grad_sq_sum)
-        if self.config.keeps_grads:
-            self._decide(updates, StepResult.UPDATED if is_finite else StepResult.SKIPPED)
-        norm = math.sqrt(grad_sq_sum) / updates.loss_scale if is_finite else math.nan
-        num_skipped = step - self.trainer.num_updates
-        updates.end = StepEnd(grad_norm=norm, loss_scale=updates.loss_scale, num_skipped=num_skipped)
-        if updates.result is StepResult.SKIPPED:
-            return self._skip(step, updates)
-        if self.config.clip_norm is not None:
-            updates.grad_scale *= clip_scale(self.config.clip_norm, norm)
-        return []
-
-    def _fold_sq_sums(self, sq_sums: Mapping[BlockIndex, tuple[float, ...]]) -> float:
-        """Adds the sums of squares of all gradients in a fixed order, so that their arrival does not change any bit.
-
-        With one lane, the last block's sum comes first. With several, the chunks are in order, from the first block on.
-        """
-        blocks = range(self.config.num_blocks)
-        in_order = blocks if self.config.has_lanes else reversed(blocks)
-        return fold(sq_sum for block in in_order for sq_sum in sq_sums[BlockIndex(block)])
-
-    def _decide(self, updates: _StepUpdates, result: StepResult) -> None:
-        updates.result = result
-        updates.grad_scale = 1.0 / updates.loss_scale
-        self.trainer.end_step(result)
-        updates.optimizer_step = self.trainer.num_updates
-
-    def _skip(self, step: Step, updates: _StepUpdates) -> list[Action]:
-        """Discards all gradients of a step, which is over then."""
-        if self.trainer.num_bad_steps > self.config.max_bad_steps:
-            raise NotFiniteError(
-                f"the gradients of {self.trainer.num_bad_steps} steps in a row, up to step {step}, were not finite"
-            )
-        for block in updates.blocks.values():
-            block.become(BlockState.DISCARDED)
-        del self._steps[step]
-        message = SkipStep(job=self.config.job, step=step)
-        self.commits.step_over(step)
-        skips = [Instruction(actor, message) for actor in self.config.updating_actors]
-        return [*skips, self._end_step(step, updates.end)]
-
-    def _on_block_updated(self, event: BlockUpdated) -> list[Action]:
-        if self._is_early(event):
-            self._steps[event.step].blocks[event.block].early.add(event.actor)
-            return []
-        self.waits.resolve(BlockUpdated, event.step, event.actor, event.block)
-        block = self._steps[event.step].blocks[event.block]
-        block.missing.remove(event.actor)
-        return [] if block.missing else self._block_updated(block)
-
-    def _is_early(self, event: BlockUpdated) -> bool:
-        """Returns whether an actor's report has overtaken that of the block's gradient, which another actor sends."""
-        updates = self._steps.get(event.step)
-        block = None if updates is None else updates.blocks.get(event.block)
-        if updates is None or block is None or not updates.update_sent or block.state is not BlockState.COMPUTING:
-            return False
-        return event.actor in self.config.holders(event.block) and event.actor not in block.early
-
-    def _block_updated(self, block: BlockInStep) -> list[Action]:
-        step, updates = block.step, self._steps[block.step]
-        block.become(BlockState.UPDATED)
-        self.commits.block_updated(block.block, step)
-        updates.num_updated += 1
-        if updates.num_updated < self.config.num_blocks:
-            return []
-        del self._steps[step]
-        self.commits.step_over(step)
-        return [self._end_step(step, updates.end)]
-
-    def _end_step(self, step: Step, end: StepEnd | None) -> EndStep:
-        self._ended = step
-        return EndStep(step=step, end=end, trainer=self.trainer.to_json())
 
     def _on_block_flushed(self, event: BlockFlushed) -> list[Action]:
         self.waits.resolve(BlockFlushed, event.step, event.actor, event.block)
@@ -412,11 +257,7 @@ class Pipeline:
     def _issue(self, actions: list[Action], now_s: float) -> list[Action]:
         """Records the replies that the scheduler waits for from now on."""
         self.waits.issue([action for action in actions if isinstance(action, Instruction)], now_s)
-        for block in self._updating:
-            for actor in self.config.holders(block.block):
-                if actor in block.missing:
-                    self.waits.expect_update(block.step, block.block, actor, now_s)
-        self._updating = []
+        self._updates.issue(now_s)
         if len(self._ranks) > 1:
             waiting = (actor for actor, rank in self._ranks.items() if self._passed.is_missed_by(rank))
             self.waits.excuse(frozenset(waiting), now_s)
@@ -426,7 +267,7 @@ class Pipeline:
         return [
             *self._send_commit_reached(),
             *self._grant_operations(),
-            *self._grant_updates(),
+            *self._updates.grant(),
             *self.commits.advance(is_computing=self._is_computing),
         ]
 
@@ -518,7 +359,7 @@ class Pipeline:
             begins_step = operation.step > self._last_started_step
             if len(rank.running) >= (few if begins_step else limit) or not self._has_params(operation):
                 break
-            if self._needs_result(operation) and any(step < operation.step for step in self._steps):
+            if self._needs_result(operation) and self._updates.is_open_before(operation.step):
                 break  # only on several boxes: another box has not made all updates of the step before
             if begins_step and self._has_to_evaluate(operation.step):
                 break
@@ -556,26 +397,11 @@ class Pipeline:
             block=operation.block,
             params=tuple(StoredParams(block, self.commits.label(block)) for block in blocks),
             group=operation.group,
-            loss_scale=self._loss_scale(operation),
+            loss_scale=self._updates.loss_scale(operation.step) if operation.phase is Phase.HEAD else 1.0,
         )
         if completes_gradient(granted, self.config.num_groups - 1):
-            self._updates_of(operation.step).blocks[operation.block] = BlockInStep(operation.step, operation.block)
+            self._updates.expect_gradient(operation.step, operation.block)
         return granted
-
-    def _loss_scale(self, operation: Operation) -> float:
-        """Returns the loss scale of an operation."""
-        return self._updates_of(operation.step).loss_scale if operation.phase is Phase.HEAD else 1.0
-
-    def _updates_of(self, step: Step) -> _StepUpdates:
-        """Returns the update record of a step, whose result or whose loss scale is needed.
-
-        The first operation that needs it creates it. The step before is over then, so its end is recorded.
-        """
-        if step not in self._steps:
-            updates = self._steps[step] = _StepUpdates(self.trainer.next_loss_scale)
-            if not self.config.keeps_grads:
-                self._decide(updates, StepResult.UPDATED)  # a gradient that is not finite ends the job instead
-        return self._steps[step]
 
     def _grant_restore(self) -> list[Instruction]:
         if self._restoring:
@@ -598,31 +424,3 @@ class Pipeline:
         self._exporting = True
         message = ExportModel(job=self.config.job, step=operation.step, path=path, copy_of=copy_of)
         return [Instruction(self.config.model_movers[0], message)]
-
-    def _await_update(self, block: BlockInStep) -> list[Action]:
-        """Waits for the update of a block, as its gradient is there and the actors may update it."""
-        block.become(BlockState.UPDATING)
-        block.missing = set(self.config.holders(block.block)) - block.early
-        self._updating.append(block)
-        return [] if block.missing else self._block_updated(block)
-
-    def _grant_updates(self) -> list[Instruction]:
-        """Lets the actors update steps whose result is known, once the commit before them is complete."""
-        granted: list[Instruction] = []
-        for step, updates in self._steps.items():
-            if updates.result is not StepResult.UPDATED or updates.update_sent or not self.commits.may_update(step):
-                continue
-            updates.update_sent = True
-            for block in updates.blocks.values():
-                if block.state is BlockState.KEPT:
-                    self._await_update(block)  # UpdateStep was not sent yet, so no BlockUpdated can have arrived
-            message = UpdateStep(
-                job=self.config.job,
-                step=Step(step),
-                from_step=self.commits.common_label,
-                optimizer_step=updates.optimizer_step,
-                learning_rate=self.config.learning_rate(step),
-                grad_scale=updates.grad_scale,
-            )
-            granted += [Instruction(actor, message) for actor in self.config.updating_actors]
-        return granted

@@ -81,9 +81,14 @@ class ReturningSums:
     Two at a time would need more buffers on the device.
     """
 
-    def __init__(self, device_blocks: Collection[int], own_ways: Collection[int] = ()) -> None:
-        """`own_ways`: blocks whose own sums do not return ahead of their operation, but with it, in another way."""
-        self._device_blocks, self._own_ways = device_blocks, own_ways
+    def __init__(
+        self, device_blocks: Collection[int], own_ways: Collection[int] = (), tied_in_pieces: Collection[int] = ()
+    ) -> None:
+        """`own_ways`: blocks whose own sums do not return ahead of their operation, but with it, in another way.
+
+        `tied_in_pieces`: of these, those whose sums of other blocks' operations do so, too.
+        """
+        self._device_blocks, self._own_ways, self._tied = device_blocks, own_ways, tied_in_pieces
         self._expected: deque[ComputeBlock] = deque()
         self._left: set[Use] = set()  # in host memory
         self._returning: set[Use] = set()  # on their way, or back and not taken
@@ -101,7 +106,7 @@ class ReturningSums:
     def takes_own_way(self, use: Use) -> bool:
         """Returns whether a sum returns in another way."""
         user, block = use
-        return user == block and block in self._own_ways
+        return (user == block and block in self._own_ways) or block in self._tied
 
     @property
     def is_due(self) -> bool:

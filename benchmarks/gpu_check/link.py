@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu_check.case import Setting, in_short
 from benchmarks.gpu_check.cases import LinkCase
-from benchmarks.gpu_check.head import measure_head
+from benchmarks.gpu_check.compute_alone.head import measure_head
 from benchmarks.peers.contenders import SHM_DIR
 from benchmarks.reporting.machine import num_cores
 from tests.support.training import has_direct_io, keep_calibration

@@ -17,8 +17,8 @@ import torch
 from benchmarks.activations.memory_need import room_for_activations
 from benchmarks.gpu_check.case import NotHereError, Setting
 from benchmarks.gpu_check.cases import SpeedCase, States
-from benchmarks.gpu_check.peak import peak_step_s
-from benchmarks.gpu_check.plain import plain_step_s
+from benchmarks.gpu_check.compute_alone.peak import peak_step_s
+from benchmarks.gpu_check.compute_alone.plain import plain_step_s
 from benchmarks.gpu_check.prediction import CasePlan, Predictor, Room, training_of
 from benchmarks.gpu_check.watch import HostWaits, Tracer, host_waits
 from benchmarks.peers.contenders import SHM_DIR

@@ -10,7 +10,12 @@ from benchmarks.papers.largest_model import (
     most_resident_layers,
 )
 from benchmarks.papers.memory_table import NUM_OPTIMIZERS
-from benchmarks.papers.published_models import AUTOHETE_RESIDENT, AUTOHETE_SHAPES, PUBLISHED_LARGEST, RATEL_SHAPES
+from benchmarks.papers.published.models import (
+    AUTOHETE_RESIDENT,
+    AUTOHETE_SHAPES,
+    PUBLISHED_LARGEST,
+    RATEL_SHAPES,
+)
 from benchmarks.reporting.page import Page, compared
 from windlass.amounts import GB, GIB
 from windlass.engine.memory_plan import MAX_GRAD_BUFFERS

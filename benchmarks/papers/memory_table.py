@@ -2,7 +2,7 @@
 
 from benchmarks.papers.decoder_sizes import block_numels, model_size
 from benchmarks.papers.largest_model import least_arena_nbytes
-from benchmarks.papers.published_memory import (
+from benchmarks.papers.published.memory import (
     PUBLISHED_GROWTHS,
     PUBLISHED_PEAKS,
     PUBLISHED_SAVINGS,

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from benchmarks.papers.published_models import RATEL_SHAPES
-from benchmarks.papers.published_stages import NUM_EXAMPLES, NUM_TOKENS
-from benchmarks.papers.published_throughput import planned_job, server_of_products
+from benchmarks.papers.published.models import RATEL_SHAPES
+from benchmarks.papers.published.stages import NUM_EXAMPLES, NUM_TOKENS
+from benchmarks.papers.published.throughput import planned_job, server_of_products
 from benchmarks.reporting.page import Page
 from windlass.planner.question import PlanReport
 

@@ -1,7 +1,7 @@
 """Tables of `benchmarks.papers`: Ratel's stages, and the amounts that it swaps."""
 
-from benchmarks.papers.published_models import RATEL_SHAPES
-from benchmarks.papers.published_stages import (
+from benchmarks.papers.published.models import RATEL_SHAPES
+from benchmarks.papers.published.stages import (
     FIGURE_9B_BATCHES,
     NUM_EXAMPLES,
     NUM_TOKENS,

@@ -1,13 +1,13 @@
 """The table of `benchmarks.papers` about printed throughputs: each beside windlass's plan for the same job."""
 
-from benchmarks.papers.published_stages import (
+from benchmarks.papers.published.stages import (
     NUM_EXAMPLES,
     PUBLISHED_STAGES,
     RATEL_SWAPPED_NBYTES,
     computed_stages,
     ratel_server,
 )
-from benchmarks.papers.published_throughput import (
+from benchmarks.papers.published.throughput import (
     OTHER_BATCHES,
     PublishedThroughput,
     at_its_best_batch,

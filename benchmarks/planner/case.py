@@ -15,7 +15,7 @@ from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ActivationOption, LayerProfile, Ways, ways_of_layer
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import Hardware
-from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.question import JobPlan, PlanQuestion, Profiles, choices_of, report_of
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import PlannedJob, limits_of

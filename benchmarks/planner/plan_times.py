@@ -19,7 +19,7 @@ import httpx
 import yaml
 
 from benchmarks.api.service import running
-from benchmarks.papers.published_models import RATEL_SHAPES
+from benchmarks.papers.published.models import RATEL_SHAPES
 from windlass.planner.hardware import Hardware, example_machines, load
 from windlass.planner.profiling import config_of_shape
 from windlass.service.installation import Settings
@@ -46,6 +46,7 @@ class PlanTime:
     wall_s: float
     cpu_s: float  # of the process and its children; 0 for a plan of the service
     fits: bool
+    first_s: float | None = None  # until the estimate by formulas, which the service sends before the plan
 
 
 def shell_times(sizes: Sequence[int], folder: Path) -> list[PlanTime]:
@@ -115,12 +116,22 @@ def service_times(sizes: Sequence[int], folder: Path) -> list[PlanTime]:
 
 
 def _service_time(client: httpx.Client, title: str, body: dict[str, Any]) -> PlanTime:
-    start_s = time.perf_counter()
-    answer = client.post("/v1/fine_tuning/plans", json=body)
+    first_s, kind, start_s = None, "", time.perf_counter()
+    with client.stream("POST", "/v1/fine_tuning/plans", json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"no plan ({title}): {answer.status_code} {answer.read().decode()[:1000]}")
+        for line in answer.iter_lines():
+            name, _, value = line.partition(": ")
+            if name == "event":
+                kind = value
+                if first_s is None:
+                    first_s = time.perf_counter() - start_s
+            elif name == "data" and kind == "error":
+                raise RuntimeError(f"no plan ({title}): {value[:1000]}")
+            elif name == "data":
+                plan = json.loads(value)
     wall_s = time.perf_counter() - start_s
-    if answer.status_code != 200:
-        raise RuntimeError(f"no plan ({title}): {answer.status_code} {answer.text[:1000]}")
-    return PlanTime(title=title, wall_s=wall_s, cpu_s=0.0, fits=answer.json()["feasible"])
+    return PlanTime(title=title, wall_s=wall_s, cpu_s=0.0, fits=plan["feasible"], first_s=first_s)
 
 
 def _model(size: int) -> str:

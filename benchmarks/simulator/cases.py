@@ -21,7 +21,8 @@ from windlass.actors.job.journal import METRICS
 from windlass.actors.messages import Message, Phase, SpanKind, SpansReported, WorkSpan
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.scheduler import job_shape
-from windlass.engine.memory_plan import ActivationChoice, Placement, QueueDepths, plan
+from windlass.engine.memory_plan import ActivationChoice, Placement, QueueDepths
+from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.model import Partition, build_meta_model, load_config
 from windlass.planner.simulation.simulate import Rates, Work, simulate
 from windlass.storage.ids import ActorName, Kernel, Precision
@@ -174,7 +175,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
     Raises:
         CaseFailedError: the job did not end with a model.
     """
-    with patch.object(plan, "ACTIVATION_SLOT_NBYTES", _ACTIVATION_SLOT_NBYTES):
+    with patch.object(arena_layout, "ACTIVATION_SLOT_NBYTES", _ACTIVATION_SLOT_NBYTES):
         spec = _spec(case, folder)
         partition = Partition(build_meta_model(load_config(spec.model_dir), Precision.FP32), _CHUNK_NUMEL)
         num_tokens = BATCH_SIZE * LENGTH // case.num_microbatches

@@ -109,6 +109,7 @@ def device_need(
         num_groups=plan.num_groups,
         num_grad_buffers=plan.num_grad_buffers,
         elsewhere=(*plan.grad_streamed_blocks, *plan.grad_overlaid_blocks),
+        tied_in_pieces=plan.tied_in_pieces,
         lanes=LaneDivision(num_lanes, num_microbatches),
         group_size=plan.group_size,
     )
@@ -208,6 +209,7 @@ def _streamed_grads_nbytes(
         itemsize=itemsize,
         summed_in_fp32=in_fp32,
         is_summed=is_summed,
+        tied=plan.tied_in_pieces,
         has_lanes=has_lanes,
         chunk_numel=layout.chunk_numel,
     )

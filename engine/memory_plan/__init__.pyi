@@ -10,6 +10,10 @@ from windlass.engine.memory_plan.activation_policy import Place as Place
 from windlass.engine.memory_plan.activation_policy import in_words as in_words
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes as allocatable_nbytes
 from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as reserved_nbytes
+from windlass.engine.memory_plan.arena.choices import CACHED_BLOCKS as CACHED_BLOCKS
+from windlass.engine.memory_plan.arena.choices import most_passing_blocks as most_passing_blocks
+from windlass.engine.memory_plan.arena.layout import make_plan as make_plan
+from windlass.engine.memory_plan.arena.layout import may_stream_tied as may_stream_tied
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import ADDED_NUMEL as ADDED_NUMEL
@@ -36,6 +40,7 @@ from windlass.engine.memory_plan.device_moments import NO_NEED as NO_NEED
 from windlass.engine.memory_plan.device_moments import DeviceNeed as DeviceNeed
 from windlass.engine.memory_plan.device_moments import UnitNeed as UnitNeed
 from windlass.engine.memory_plan.device_moments import evaluation_moments as evaluation_moments
+from windlass.engine.memory_plan.device_moments import leaving_limit as leaving_limit
 from windlass.engine.memory_plan.device_moments import step_moments as step_moments
 from windlass.engine.memory_plan.example_lengths import WIDTH_GRANULE as WIDTH_GRANULE
 from windlass.engine.memory_plan.example_lengths import ExampleLengths as ExampleLengths
@@ -53,7 +58,6 @@ from windlass.engine.memory_plan.param_slices import largest_piece as largest_pi
 from windlass.engine.memory_plan.param_slices import row_bounds as row_bounds
 from windlass.engine.memory_plan.plan import ACTIVATION_PART_SLOTS as ACTIVATION_PART_SLOTS
 from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES as ACTIVATION_SLOT_NBYTES
-from windlass.engine.memory_plan.plan import CACHED_BLOCKS as CACHED_BLOCKS
 from windlass.engine.memory_plan.plan import COMMIT_EVERY as COMMIT_EVERY
 from windlass.engine.memory_plan.plan import MIN_PASSING_BLOCKS as MIN_PASSING_BLOCKS
 from windlass.engine.memory_plan.plan import NO_CROSSINGS as NO_CROSSINGS
@@ -65,8 +69,6 @@ from windlass.engine.memory_plan.plan import Placement as Placement
 from windlass.engine.memory_plan.plan import Plan as Plan
 from windlass.engine.memory_plan.plan import PlanError as PlanError
 from windlass.engine.memory_plan.plan import Pool as Pool
-from windlass.engine.memory_plan.plan import make_plan as make_plan
-from windlass.engine.memory_plan.plan import most_passing_blocks as most_passing_blocks
 from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH as FETCH_DEPTH
 from windlass.engine.memory_plan.queue_depths import LEAVING_ACTIVATION_NBYTES as LEAVING_ACTIVATION_NBYTES
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH as MIN_STATE_DEPTH

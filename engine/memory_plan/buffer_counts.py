@@ -78,6 +78,7 @@ def grad_buffers_of_job(
     num_groups: int,
     num_grad_buffers: int = MAX_GRAD_BUFFERS,
     elsewhere: Collection[int] = (),
+    tied_in_pieces: Collection[int] = (),
     lanes: LaneDivision | None = None,
     group_size: int = 1,
 ) -> Counter[tuple[int, int]]:
@@ -94,6 +95,7 @@ def grad_buffers_of_job(
         num_groups: the groups of micro-batches of a step.
         num_grad_buffers: blocks whose gradients may be in flight to the host.
         elsewhere: blocks whose own gradients have other buffers (`grad_overlay_of_job`).
+        tied_in_pieces: of these, those whose sums of other blocks' operations have, too.
         lanes: the lanes of a step; None if there is only one.
         group_size: the micro-batches of a group; it matters only with several lanes.
     """
@@ -111,7 +113,8 @@ def grad_buffers_of_job(
         numbers = grad_buffers(numels, resident=resident, num_waiting=num_waiting)
         most |= Counter({(numel, element_nbytes): number for numel, number in numbers.items()})
     # The sum of a tied use keeps its buffer until the block's last use has run.
-    most.update((block_numels[block], _FP32_NBYTES) for blocks in shared for block in blocks[1:])
+    tied = (block for blocks in shared for block in blocks[1:] if block not in tied_in_pieces)
+    most.update((block_numels[block], _FP32_NBYTES) for block in tied)
     if lanes is not None and lanes.num_lanes > 1:  # then all sums are fp32
         totals = Counter({numel: number for (numel, _), number in most.items()})
         of_lanes = lane_buffers(block_numels, shared, totals, lanes=lanes, group_size=group_size, elsewhere=elsewhere)
@@ -127,13 +130,14 @@ def grad_overlay_of_job(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
+    tied: Collection[int] = (),
     has_lanes: bool = False,
 ) -> dict[int | None, list[tuple[int, int]]]:
     """Returns the gradient buffers that lie in the same memory, by user: (number of elements, bytes of an element).
 
-    The users are all layers whose gradients leave in pieces together (None), and blocks that are computed before and
+    The users are all blocks whose gradients leave in pieces together (None), and blocks that are computed before and
     after all layers. Of these, the first buffer is for the sum. With several lanes it is a lane's, and the others are
-    for parts of the total.
+    for parts of the total. A tied block whose gradient leaves in pieces is a user, too, because these are fp32 sums.
 
     Args:
         block_numels: the elements of each block.
@@ -142,11 +146,17 @@ def grad_overlay_of_job(
         itemsize: bytes of an element of a gradient that leaves the device.
         summed_in_fp32: blocks whose gradients are always summed in fp32.
         is_summed: several micro-batches are summed.
+        tied: of the blocks in `pieces`, those to whose gradients operations of other blocks add.
         has_lanes: they are summed in several lanes.
     """
-    numels = [block_numels[layer] for layer in pieces]
-    in_pieces, rests = grad_piece_numels(list(pieces.values()), numels, is_summed=is_summed)
-    users: dict[int | None, list[tuple[int, int]]] = {None: [(numel, itemsize) for numel in (*in_pieces, *rests)]}
+    users: dict[int | None, list[tuple[int, int]]] = {None: []}
+    for user in (None, *tied):
+        mine = {block: bounds for block, bounds in pieces.items() if (block if block in tied else None) == user}
+        numels = [block_numels[block] for block in mine]
+        # The sums of both uses of a tied block come back.
+        in_pieces, rests = grad_piece_numels(list(mine.values()), numels, is_summed=is_summed or user is not None)
+        nbytes = itemsize if user is None else _FP32_NBYTES
+        users[user] = [(numel, nbytes) for numel in (*in_pieces, *rests)]
     for block in blocks:
         # A sum in fp32 is rounded in place if it leaves in another format.
         users[block] = [(block_numels[block], _FP32_NBYTES if block in summed_in_fp32 else itemsize)]
@@ -163,6 +173,7 @@ def streamed_grads_nbytes(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
+    tied: Collection[int] = (),
     has_lanes: bool,
     chunk_numel: int,
 ) -> int:
@@ -179,6 +190,7 @@ def streamed_grads_nbytes(
         itemsize=itemsize,
         summed_in_fp32=summed_in_fp32,
         is_summed=is_summed,
+        tied=tied,
         has_lanes=has_lanes,
     )
     largest = max(block_numels[layer] for layer in pieces)

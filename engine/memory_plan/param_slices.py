@@ -31,10 +31,13 @@ def cut_layers(layers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[int, ...
 
     `layers`: for each layer and each module with own matrices, the elements of each matrix in the order of the flat
     vector. A matrix that is cut counts as its parts; see `BlockLayout.part_numels_by_module`. The largest one sets the
-    size of a piece. Smaller ones are joined up to that size, those of one module first.
+    size of a piece. Smaller ones are joined up to that size, those of one module first. Layers that are one object have
+    bounds that are one object.
     """
-    limit = max((numel for modules in layers for module in modules for numel in module), default=0)
-    return [_cut(tuple(map(tuple, modules)), limit) for modules in layers]
+    different = {id(modules): modules for modules in layers}  # most are one object, and parts may be many
+    limit = max((numel for modules in different.values() for module in modules for numel in module), default=0)
+    bounds = {key: _cut(tuple(map(tuple, modules)), limit) for key, modules in different.items()}
+    return [bounds[id(modules)] for modules in layers]
 
 
 @functools.lru_cache(maxsize=256)  # most layers are alike
@@ -85,7 +88,8 @@ def _even_bounds(number: int, most: int, *, least: int = 1) -> tuple[int, ...]:
 
 def largest_piece(layers: Sequence[Sequence[int]]) -> int:
     """Returns the elements of the largest piece, which is the size of a buffer. `layers`: bounds of `cut_layers`."""
-    return max((stop - start for bounds in layers for start, stop in itertools.pairwise(bounds)), default=0)
+    different = {id(bounds): bounds for bounds in layers}.values()
+    return max((stop - start for bounds in different for start, stop in itertools.pairwise(bounds)), default=0)
 
 
 def grad_piece_numels(

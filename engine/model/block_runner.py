@@ -203,12 +203,13 @@ class BlockRunner:
         """
         self._params.flats = {b: flat for b, flat in flats.items() if isinstance(flat, torch.Tensor)}
         self._sinks = grads
-        streamed = flats.get(block)
+        # One block at most: a head whose matrix is the embedding's has no others.
+        streamed = next(((b, flat) for b, flat in flats.items() if isinstance(flat, StreamedParams)), None)
         cut = self._cut[block]
         sites = [site for site in self.partition.sites[block] if site.param.name not in cut]
-        if isinstance(streamed, StreamedParams):
+        if streamed is not None:
             pieces = [site for site in sites if _is_in_pieces(site, flats)]
-            self._streamed = StreamedLayer(block, streamed, pieces, goes_backward=bool(grads))
+            self._streamed = StreamedLayer(*streamed, pieces, user=block, goes_backward=bool(grads))
             self._params.streamed = self._streamed
         for site, module in cut.values():
             module.install(self._matrix_of(site, flats))

@@ -3,11 +3,11 @@
 It imports no torch, because the scheduler and the planner's callers read layouts too.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 
 from windlass.engine.memory_plan import row_bounds
 from windlass.storage.ids import BlockIndex, ChunkIndex, ChunkKey
@@ -61,7 +61,7 @@ class BlockLayout:
     name: str  # "embedding", "model.layers.3", "head"
     params: tuple[ParamSlice, ...]
 
-    @cached_property
+    @functools.cached_property
     def numel(self) -> int:
         """The elements of the flat vector."""
         return sum(param.numel for param in self.params)
@@ -74,23 +74,31 @@ class BlockLayout:
     def part_numels_by_module(self, cut_matrices: int | None) -> tuple[tuple[int, ...], ...]:
         """Returns the elements of each part of parameters with weight decay, in order, grouped by module.
 
-        `cut_matrices`: as in the job's `TrainingConfig`.
+        Blocks that are alike return the same object. `cut_matrices`: as in the job's `TrainingConfig`.
         """
         if cut_matrices not in self._numels_by_cut:
             decaying = (param for param in self.params if param.decay)
             modules = itertools.groupby(decaying, key=lambda param: param.name.rpartition(".")[0])
-            self._numels_by_cut[cut_matrices] = tuple(
-                tuple(numel for param in params for *_, numel in param.parts(cut_matrices)) for _, params in modules
+            self._numels_by_cut[cut_matrices] = _one_object(
+                tuple(
+                    tuple(numel for param in params for *_, numel in param.parts(cut_matrices)) for _, params in modules
+                )
             )
         return self._numels_by_cut[cut_matrices]
 
-    @cached_property
+    @functools.cached_property
     def _numels_by_cut(self) -> dict[int | None, tuple[tuple[int, ...], ...]]:
         return {}
 
     def parts(self, cut_matrices: int | None) -> list[tuple[str, int, int]]:
         """Lists the parts of all parameters, each of which has a gradient of its own: (name, offset, elements)."""
         return [part for param in self.params for part in param.parts(cut_matrices)]
+
+
+@functools.lru_cache(maxsize=256)
+def _one_object(numels: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the same object for equal values, so that what depends on them is computed once (see `cut_layers`)."""
+    return numels
 
 
 @dataclass(frozen=True, slots=True)

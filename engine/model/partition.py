@@ -8,7 +8,7 @@ Models that change the hidden state between layers, or that cannot be trained ex
 import contextlib
 import inspect
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -356,9 +356,13 @@ class Partition:
         hidden_size = getattr(self.model.config, "hidden_size", 0)
         self.layout = replace(self.layout, shared=shared, hidden_size=hidden_size)
 
-    def names_used(self, user: int, block: int) -> frozenset[str]:
-        """Returns the names of those params of a block that the operation of another block uses."""
-        return frozenset(site.param.name for site in self.sites[user] if site.block == block)
+    def grads_used(self, user: int, block: int, cut_matrices: int | None) -> frozenset[str]:
+        """Returns the names of those tensors of a block to whose gradients the operation of another block adds.
+
+        A matrix that is cut counts as its parts. `cut_matrices`: as in the job's `TrainingConfig`.
+        """
+        params = [site.param for site in self.sites[user] if site.block == block]
+        return frozenset(name for param in params for name, *_ in param.parts(cut_matrices))
 
     def _check_all_owned(self, owner: dict[int, tuple[BlockIndex, str]]) -> None:
         missing = [name for name, param in self.model.named_parameters() if id(param) not in owner]
@@ -393,15 +397,28 @@ def _norm_and_bias_names(model: nn.Module) -> set[str]:
 
 
 def _divisible_names(model: nn.Module) -> set[str]:
-    """Returns the matrices of linear layers and embeddings that only their own module has, and computes as PyTorch."""
-    num_uses = Counter(
-        id(param) for module in model.modules() for param in module._parameters.values() if param is not None
-    )
+    """Returns the matrices of linear layers and embeddings whose modules all compute as PyTorch.
+
+    Of modules that share a matrix there may be two, an embedding and a linear layer: a tied embedding and its head.
+    """
+    users: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users[id(param)].append(module)
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if _computes_plainly(module) and num_uses[id(module.weight)] == 1
+        if _computes_plainly(module) and _may_be_cut(users[id(module.weight)])
     }
+
+
+def _may_be_cut(users: list[nn.Module]) -> bool:
+    return len(users) == 1 or (all(map(_computes_plainly, users)) and sorted(map(type, users), key=str) == _TIED)
+
+
+# A matrix of a tied embedding, and of its head.
+_TIED = sorted((nn.Embedding, nn.Linear), key=str)
 
 
 def _computes_plainly(module: nn.Module) -> bool:

@@ -30,9 +30,18 @@ class StreamedLayer:
     """The use of a streamed layer by one operation. The caller must call `end` afterwards."""
 
     def __init__(
-        self, block: BlockIndex, params: StreamedParams, sites: Sequence[ParamSite], *, goes_backward: bool
+        self,
+        block: BlockIndex,
+        params: StreamedParams,
+        sites: Sequence[ParamSite],
+        *,
+        user: BlockIndex,
+        goes_backward: bool,
     ) -> None:
-        """`sites`: the places of the params in pieces, without those of matrices that are computed in parts."""
+        """`sites`: the places of the params in pieces, without those of matrices that are computed in parts.
+
+        `user`: the block whose operation uses the params of `block`; another one if both are tied.
+        """
         self.block = block
         self.on_param: Callable[[ParamSite, nn.Parameter], None] | None = None  # called at each param's first install
         self._params = params
@@ -45,7 +54,7 @@ class StreamedLayer:
         for module, own in by_module.items():
             self._hooks.append(module.register_forward_pre_hook(functools.partial(self._enter, own)))
             self._hooks.append(module.register_forward_hook(functools.partial(self._leave, own)))
-        self._params.buffers.begin(params, block, goes_backward=goes_backward)
+        self._params.buffers.begin(params, user, goes_backward=goes_backward)
 
     def end(self) -> None:
         """Removes the layer's params and hooks."""

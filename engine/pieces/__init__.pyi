@@ -7,3 +7,4 @@ from windlass.engine.pieces.grad_pieces import GradPieceBuffers as GradPieceBuff
 from windlass.engine.pieces.grad_pieces import PieceLanes as PieceLanes
 from windlass.engine.pieces.grad_pieces import PieceSums as PieceSums
 from windlass.engine.pieces.grad_pieces import StreamedGrad as StreamedGrad
+from windlass.engine.pieces.grad_pieces import TiedSums as TiedSums

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from windlass.engine.device import Device, Event, Stream
+from windlass.engine.device import Device, Event, Stream, round_in_place
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import NORM_ROW_NUMEL
 from windlass.engine.model import GradBuffer
@@ -63,6 +63,20 @@ class PieceLanes:
     last: int  # the last lane of the group in a full step
     home: GradHome | None  # the place of a lane's sum between micro-batches; None: a later lane has one only
     chunk_numel: int  # elements of a chunk of the block, for its norms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedSums:
+    """The sum of a tied block's own operation, which completes the gradient. The total has that of the other use.
+
+    It is added to the total in the last micro-batch, tensor by tensor, as a lane is.
+    """
+
+    own: PieceSums  # so far
+    own_home: GradHome | None  # its place between micro-batches; None: there is one only
+    between: GradHome  # the place of a total to which not all of the sum is added yet, in the buffers' dtype
+    last_microbatch: int  # of a full step
+    dtype: torch.dtype  # of the complete gradient, which may be smaller than that of the buffers
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +142,7 @@ class StreamedGrad:
         is_complete: bool,
         moves: bool = True,
         lanes: PieceLanes | None = None,
+        tied: TiedSums | None = None,
     ) -> None:
         """Continues the sums of earlier micro-batches.
 
@@ -140,11 +155,15 @@ class StreamedGrad:
             is_complete: the operation completes the gradient.
             moves: pieces to which nothing is added come to `home`, too.
             lanes: None if there is only one.
+            tied: of the operation that completes a tied block's gradient. It has one lane.
         """
         self._buffers = buffers
         self._bounds = tuple(bounds)
         self._total = sums
-        self._lane: PieceSums | None = None  # of the open lane, if it is not the first one
+        # Of the open lane, if it is not the first one; or of a tied block's own operation.
+        self._lane: PieceSums | None = None if tied is None else tied.own
+        self._lane_home = lanes.home if lanes is not None else tied.own_home if tied is not None else None
+        self._tied = tied
         self._home = home
         self._names: list[list[tuple[str, int, int]]] = [[] for _ in itertools.pairwise(bounds)]
         for name, offset, numel in params:
@@ -157,7 +176,8 @@ class StreamedGrad:
         self._merged: set[str] = set()  # the tensors of the open lane that are in the total already
         self._normed: set[int] = set()  # pieces in `norms`
         device = buffers.device.device
-        self.norm = NormInParts(self._bounds, buffers.dtype, device) if is_complete and lanes is None else None
+        self._dtype = buffers.dtype if tied is None else tied.dtype  # of a complete gradient
+        self.norm = NormInParts(self._bounds, self._dtype, device) if is_complete and lanes is None else None
         self.norms = ChunkNorms(self._bounds[-1], lanes.chunk_numel, device) if is_complete and lanes else None
 
     def begin(self) -> None:
@@ -169,6 +189,9 @@ class StreamedGrad:
         """See LaneSink."""
         for piece in self._left:
             self._left[piece] = self._names_of(piece)
+        if self._tied is not None:
+            self._ends_lane = self._is_last_lane = microbatch == self._tied.last_microbatch
+            self._bring(len(self._names) - 2)
         if self._lanes is not None:
             lane = self._lanes.division.lane_of(microbatch)
             if lane > 0 and self._lane is None:
@@ -292,7 +315,7 @@ class StreamedGrad:
         It takes one without contents, or with contents that are in host memory, or else the least recently used one.
         """
         buffers = self._buffers_for(piece)
-        if is_lane and self._lanes is not None and self._lanes.home is None:
+        if is_lane and self._lane_home is None:
             # Lanes leave by being added to their total, which needs a buffer, too.
             of_lanes = [b for b in buffers if b.piece is not None and b.is_lane]
             if len(of_lanes) >= len(buffers) - 1:
@@ -332,7 +355,7 @@ class StreamedGrad:
             if buffer.is_lane == (self._lane is not None):
                 self._left.pop(buffer.piece, None)
             buffer.piece = None
-        elif buffer.is_lane and self._lanes is not None and self._lanes.home is None:
+        elif buffer.is_lane and self._lane_home is None:
             self._merge(buffer, is_over=False)
         else:
             self._store(buffer, is_final=False)
@@ -372,12 +395,15 @@ class StreamedGrad:
         assert piece is not None, "the buffer has a piece"
         if buffer.is_lane:
             assert self._lane is not None, "a lane is open"
-            assert self._lanes is not None, "there are several"
-            assert self._lanes.home is not None, "else it is added to the total"
-            sums, home = self._lane, self._lanes.home
+            assert self._lane_home is not None, "else it is added to the total"
+            sums, home = self._lane, self._lane_home
+        elif self._tied is not None and not is_final:
+            home = self._tied.between
         device, stream, view = self._buffers.device, self._buffers.d2h, self._view(buffer, piece)
         device.compute.wait(buffer.usable)
-        if self.norm is not None:
+        if view.dtype is not self._dtype and home is self._home:
+            view = self._rounded(buffer, piece)
+        if self.norm is not None and home is self._home:
             self.norm.put(view, self._bounds[piece])
         if self.norms is not None and is_final:
             self.norms.put(view, self._bounds[piece])
@@ -389,11 +415,19 @@ class StreamedGrad:
         sums.stored[piece] = home, stored
         self._left.pop(piece, None)
 
+    def _rounded(self, buffer: _Buffer, piece: int) -> torch.Tensor:
+        """Rounds a complete piece where it lies. Its rows stay aligned."""
+        view, start = self._view(buffer, piece), self._bounds[piece] % NORM_ROW_NUMEL
+        target = buffer.flat.view(self._dtype)[start : start + view.numel()]
+        round_in_place(view, target)
+        return target
+
     def _copy(self, stream: Stream, home: GradHome, copy: Callable[[int], None], piece: int, *, is_out: bool) -> Event:
         start, stop = self._bounds[piece : piece + 2]
         begun = stream.record()
         stream.run(functools.partial(copy, start))
         ended = stream.record()
-        nbytes = (stop - start) * self._buffers.dtype.itemsize
+        dtype = self._dtype if home is self._home else self._buffers.dtype
+        nbytes = (stop - start) * dtype.itemsize
         stream.then(functools.partial(home.moved, begun, ended, nbytes, is_out=is_out))
         return ended

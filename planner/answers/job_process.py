@@ -13,8 +13,8 @@ from typing import Any
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.engine.data import DatasetError
 from windlass.planner.answers.what_if import with_what_if
-from windlass.planner.planning import answer_question, arguments_of, plan_job
-from windlass.planner.question import KeptShapes, PlanRequest
+from windlass.planner.planning import AbandonedError, answer_question, arguments_of, plan_job, watcher_of
+from windlass.planner.question import JobPlan, KeptShapes, PlanRequest, abandoned_path, estimate_path
 from windlass.planner.solver import forget_programs
 
 
@@ -31,16 +31,39 @@ def begin() -> Callable[[Sequence[str]], None]:
 def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
     """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}.
 
-    The first form has a plan, or warnings if no plan could be made.
+    The first form has a plan, or warnings if no plan could be made. Once there is a file of `abandoned_path`, an answer
+    without a plan comes.
     """
     options = arguments_of(arguments, "Plan a job.")
+    estimate, abandoned = estimate_path(options.result), abandoned_path(options.result)
+
+    def tell(plan: JobPlan) -> None:
+        unfinished = estimate.with_suffix(".unfinished")
+        try:
+            unfinished.write_text(json.dumps(plan.to_json()))
+            unfinished.replace(estimate)
+        except OSError as error:  # the plan itself may still succeed
+            print(f"the estimate could not be written: {error}", file=sys.stderr)
+
+    def check() -> None:
+        if abandoned.exists():
+            raise AbandonedError
 
     def answer_it() -> dict[str, Any]:
         request = PlanRequest.from_json(json.loads(options.question.read_text()))
         if request.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
         try:
-            return plan_job(request, options.result.parent, options.measuring, kept_shapes, with_what_if).to_json()
+            return plan_job(
+                request,
+                options.result.parent,
+                options.measuring,
+                kept_shapes,
+                with_what_if,
+                watcher_of(tell if request.tells_estimate else None, check),
+            ).to_json()
+        except AbandonedError:
+            return {"warnings": ["the plan was abandoned"]}
         except (DatasetError, RuntimeError, MemoryError) as error:
             # For example, operators whose output shapes depend on the data. The job then runs without a plan.
             return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}

@@ -3,7 +3,7 @@
 Each answer is a plan by the same search as the job's own, so it is what `windlass plan` says of such a machine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from windlass.amounts import GIB
@@ -31,11 +31,18 @@ class Change:
     speedup: float = 1.0
 
 
-def with_what_if(question: PlanQuestion, planned: Planned) -> Planned:
-    """Returns the answer to a question with the answers for each change, the largest gain first."""
+def with_what_if(question: PlanQuestion, planned: Planned, check: Callable[[], None] = lambda: None) -> Planned:
+    """Returns the answer to a question with the answers for each change, the largest gain first.
+
+    `check`: is called before each change, and may raise an error that ends this.
+    """
     profiles = Profiles(question)
     now = planned.report.tokens_per_s if planned.report.feasible else None
-    rows = [_answer(change, profiles, now) for change in changes_of(question)]
+    rows = []
+    for change in changes_of(question):
+        check()
+        rows.append(_answer(change, profiles, now))
+    check()
     if (with_box := _with_second_box(question, profiles, now)) is not None:
         rows.append(with_box)
     rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))

@@ -90,6 +90,10 @@ class LayerProfile(BlockProfile):
     input_nbytes: int
     saves_input: bool = True  # backward reads the input, even without recomputation
     largest_param_numel: int = 0
+    # If the layer comes to the device in pieces, and no matrix is cut: the elements of the first pieces that all piece
+    # buffers hold, and of the last ones. They are those of the layer if all its pieces stay. 0: pieces never stay.
+    first_pieces_numel: int = 0
+    last_pieces_numel: int = 0
     again: AgainTimes | None = None  # None: estimated from `work_again` and the forward time
     operators: tuple[OperatorProfile, ...]
     work: Work = field(init=False, repr=False, compare=False)  # of the forward pass; kept, because plans need it often

@@ -12,6 +12,7 @@ from windlass.planner.hardware.model_shape import ModelShape as ModelShape
 from windlass.planner.hardware.model_shape import published_models as published_models
 from windlass.planner.hardware.model_shape import similar_models as similar_models
 from windlass.planner.hardware.named_machines import UnknownMachineError as UnknownMachineError
+from windlass.planner.hardware.named_machines import desktop_sizes as desktop_sizes
 from windlass.planner.hardware.named_machines import machine_of as machine_of
 from windlass.planner.hardware.named_machines import machines_in_words as machines_in_words
 from windlass.planner.hardware.named_machines import with_faster_card as with_faster_card

@@ -58,6 +58,11 @@ class Desktops(Part):
         )
 
 
+def desktop_sizes() -> dict[str, dict[str, list[int]]]:
+    """Returns the values that each part of a desktop's name may have, by card; the first is meant if it is left out."""
+    return {name: desktops().sizes(card) for name, card in desktops().cards.items()}
+
+
 class UnknownMachineError(ValueError):
     """No machine has this name. The text says which part of the name is wrong, and what there is."""
 

@@ -11,11 +11,13 @@ from windlass.planner.planning.gpu_choice import numbers_of_gpus as numbers_of_g
 from windlass.planner.planning.gpu_choice import plan_without_advice as plan_without_advice
 from windlass.planner.planning.job_planning import plan_job as plan_job
 from windlass.planner.planning.job_planning import question_of as question_of
+from windlass.planner.planning.job_planning import watcher_of as watcher_of
 from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
-from windlass.planner.planning.planner import best_plan as best_plan
-from windlass.planner.planning.planner import fastest_plan as fastest_plan
+from windlass.planner.planning.process import AbandonedError as AbandonedError
 from windlass.planner.planning.process import RefusedError as RefusedError
 from windlass.planner.planning.process import answer_question as answer_question
 from windlass.planner.planning.process import arguments_of as arguments_of
+from windlass.planner.planning.simulated_search import best_plan as best_plan
+from windlass.planner.planning.simulated_search import fastest_plan as fastest_plan

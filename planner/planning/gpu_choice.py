@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from windlass.planner.planning.planner import Planned, answer, fastest_plan, planned
+from windlass.planner.planning.planner import Planned, answer, planned
+from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
 from windlass.planner.question import PlanQuestion, PlanReport, Profiles, fewest_of_fastest
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution
 
@@ -35,14 +36,14 @@ def _largest_share(num_microbatches: int, number: int) -> float:
     return math.ceil(num_microbatches / number) if number else math.inf
 
 
-def choose_gpus(question: PlanQuestion) -> ChosenGpus:
+def choose_gpus(question: PlanQuestion, watcher: Watcher = NOBODY) -> ChosenGpus:
     """Plans a job for 1 to `question.num_ranks` GPUs, and chooses the number of `fewest_of_fastest`.
 
     If the job fits with none, the report is that for one GPU. The number of micro-batches and the cut of matrices
     decide the last bits of the results. So if they are chosen, too, all plans have those of the chosen number of GPUs.
     """
     profiles = Profiles(question)
-    found = _by_number(question, profiles)
+    found = _by_number(question, profiles, watcher=watcher)
     if not found:
         return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
     chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
@@ -73,7 +74,9 @@ def plan_without_advice(question: PlanQuestion, profiles: Profiles) -> Planned:
     return found[chosen].planned(profiles, advises=False)
 
 
-def _by_number(question: PlanQuestion, profiles: Profiles, *, without: int | None = None) -> "dict[int, _Found]":
+def _by_number(
+    question: PlanQuestion, profiles: Profiles, *, without: int | None = None, watcher: Watcher = NOBODY
+) -> "dict[int, _Found]":
     """Returns the fastest plan for each number of GPUs with which the job fits. `without`: a number to leave out."""
     num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches
     found = dict[int, _Found]()
@@ -81,7 +84,7 @@ def _by_number(question: PlanQuestion, profiles: Profiles, *, without: int | Non
         if number == without:
             continue
         with contextlib.suppress(DoesNotFitError):
-            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles)
+            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles, watcher)
     return found
 
 
@@ -98,8 +101,8 @@ class _Found:
         return planned(self.question, self.job, self.solution, profiles, step_s=self.step_s, advises=advises)
 
 
-def _find(question: PlanQuestion, profiles: Profiles) -> _Found:
-    job, solution, step_s = fastest_plan(question, profiles)
+def _find(question: PlanQuestion, profiles: Profiles, watcher: Watcher = NOBODY) -> _Found:
+    job, solution, step_s = fastest_plan(question, profiles, watcher)
     return _Found(question=question, job=job, solution=solution, step_s=step_s)
 
 

@@ -1,6 +1,7 @@
 """Plans a job as the service asks for it: a request in, a plan with its placement out."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +12,9 @@ from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import example_lengths
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
-from windlass.planner.planning.planner import Planned, answer
+from windlass.planner.planning.planner import Planned, answer, planned
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
+from windlass.planner.planning.simulated_search import NOBODY, Watcher
 from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
 from windlass.planner.profiling import FolderConfig, TimingCache
 from windlass.planner.question import (
@@ -25,6 +27,7 @@ from windlass.planner.question import (
     SimulatedStep,
 )
 from windlass.planner.simulation import Stuck, TooLong, simulate_planned
+from windlass.planner.solver import Solution
 
 _FACTS_FOLDER = "traced"  # in the folder of block times: the facts of models that were traced
 
@@ -34,12 +37,14 @@ def plan_job(
     folder: Path,
     marker: Path | None = None,
     kept_shapes: KeptShapes | None = None,
-    with_what_if: Callable[[PlanQuestion, Planned], Planned] | None = None,
+    with_what_if: Callable[[PlanQuestion, Planned, Callable[[], None]], Planned] | None = None,
+    watcher: Watcher = NOBODY,
 ) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
     `kept_shapes`: of earlier plans in this process. `with_what_if`: adds answers for changes, if the request asks so.
+    `watcher`: see `watcher_of`.
 
     Raises:
         UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
@@ -50,15 +55,33 @@ def plan_job(
     question = replace(question, kept_shapes=kept_shapes)
     if request.running is not None:
         return _plan_again(question, request.running)
-    chosen = choose_gpus(question) if request.chooses_ranks else ChosenGpus(planned=answer(question))
+    chosen = choose_gpus(question, watcher) if request.chooses_ranks else ChosenGpus(planned=answer(question, watcher))
     if request.what_if and with_what_if is not None:
-        chosen = replace(chosen, planned=with_what_if(question, chosen.planned))
-    planned, plan = chosen.planned, _job_plan(chosen.planned)
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher.check))
+    found, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
-    if planned.solution is not None and request.simulation_s:
-        return _with_simulation(plan, request, planned, folder)
+    if found.solution is not None and request.simulation_s:
+        return _with_simulation(plan, request, found, folder)
     return plan
+
+
+def watcher_of(tell: Callable[[JobPlan], None] | None, check: Callable[[], None]) -> Watcher:
+    """Returns a watcher that tells of the best plan by the cost model, as soon as it is known. None: it tells nothing.
+
+    With several numbers of GPUs, each better one is told. `check`: see `Watcher`.
+    """
+    if tell is None:
+        return Watcher(check=check)
+    least_s = math.inf
+
+    def see_estimate(question: PlanQuestion, profiles: Profiles, solution: Solution) -> None:
+        nonlocal least_s
+        if solution.step_s < least_s:
+            least_s = solution.step_s
+            tell(_job_plan(planned(question, solution.costs.job, solution, profiles, advises=False)))
+
+    return Watcher(see_estimate=see_estimate, check=check)
 
 
 def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -> PlanQuestion:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windlass.planner.feasibility import largest_fitting, least_gpu, least_memory_of, with_least_gpu, with_part
-from windlass.planner.planning.planner import Planned, best_plan, fastest_plan, planned
+from windlass.planner.planning.planner import Planned, planned
+from windlass.planner.planning.simulated_search import best_plan, fastest_plan
 from windlass.planner.question import PlanQuestion, Profiles, solve_exactly
 from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
 

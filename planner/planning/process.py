@@ -19,6 +19,10 @@ class Files:
     measuring: Path | None  # to be there while blocks of the model are measured
 
 
+class AbandonedError(Exception):
+    """The answer is not needed any more."""
+
+
 class RefusedError(Exception):
     """The job cannot be planned. `code` and `param` become those of the job's error."""
 

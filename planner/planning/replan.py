@@ -11,7 +11,8 @@ from statistics import median
 
 from windlass.engine.memory_plan import Placement
 from windlass.planner.planning.faster import WORTH
-from windlass.planner.planning.planner import Planned, fastest_plan, planned, promised_step_s
+from windlass.planner.planning.planner import Planned, planned
+from windlass.planner.planning.simulated_search import fastest_plan, promised_step_s
 from windlass.planner.predictions import MeasuredStep, correction_of
 from windlass.planner.question import PlanQuestion, Profiles, counted
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution, StepCosts, solution_of

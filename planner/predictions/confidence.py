@@ -14,6 +14,7 @@ from enum import StrEnum
 from math import log
 
 from windlass.actors.job import factor_of_nine_in_ten
+from windlass.amounts import number_text
 
 # Jobs of this machine from which on no others count.
 _NUM_OWN = 6
@@ -64,7 +65,7 @@ def step_interval(
 
 def interval_in_words(low_s: float, high_s: float, times_from: str, num_compared: int) -> str:
     """Describes an interval. It says "nine of ten" only if enough jobs of this machine were compared."""
-    interval = f"{low_s:.3g} to {high_s:.3g} s"
+    interval = f"{number_text(low_s)} to {number_text(high_s)} s"
     if num_compared >= MIN_COMPARED:
         return f"{interval} in nine of ten jobs, by {num_compared} jobs of this machine"
     compared = {0: "no job of this machine was compared", 1: "one job of this machine was compared"}.get(

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from windlass.engine.memory_estimate import ModelFacts, Passes
-from windlass.engine.memory_plan import ATTENTION
-from windlass.engine.model import ModelLayout
+from windlass.engine.memory_plan import ATTENTION, NUM_PIECE_BUFFERS, cut_layers
+from windlass.engine.model import BlockLayout, ModelLayout
 from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
@@ -101,6 +101,7 @@ def _layer(
 ) -> LayerProfile:
     layer, layout = facts.operators(block, num_examples, num_tokens), facts.layout.blocks[block]
     operators = layer.operators
+    first, last = _staying_numels(layout)
     if for_gpu:
         operators = tuple(on_gpu(operator, num_tokens) for operator in operators)
     return LayerProfile(
@@ -110,8 +111,18 @@ def _layer(
         saves_input=layer.saves_input,
         input_nbytes=num_examples * num_tokens * facts.hidden_size * facts.precision.itemsize,
         largest_param_numel=max(param.numel for param in layout.params),
+        first_pieces_numel=first,
+        last_pieces_numel=last,
         operators=operators,
     )
+
+
+def _staying_numels(layout: BlockLayout) -> tuple[int, int]:
+    """Returns `first_pieces_numel` and `last_pieces_numel` of a layer."""
+    (bounds,) = cut_layers([layout.part_numels_by_module(None)])
+    if len(bounds) <= NUM_PIECE_BUFFERS + 1:
+        return layout.numel, layout.numel
+    return bounds[NUM_PIECE_BUFFERS], bounds[-1] - bounds[-1 - NUM_PIECE_BUFFERS]
 
 
 def on_gpu(operator: OperatorProfile, num_tokens: int) -> OperatorProfile:

@@ -17,6 +17,8 @@ from windlass.planner.question.job_plan import fewest_of_fastest as fewest_of_fa
 from windlass.planner.question.kept_shapes import KeptShapes as KeptShapes
 from windlass.planner.question.plan_request import PlanRequest as PlanRequest
 from windlass.planner.question.plan_request import ReplanRequest as ReplanRequest
+from windlass.planner.question.plan_request import abandoned_path as abandoned_path
+from windlass.planner.question.plan_request import estimate_path as estimate_path
 from windlass.planner.question.profiles import Profiles as Profiles
 from windlass.planner.question.question import PlanQuestion as PlanQuestion
 from windlass.planner.question.report import ExampleTokens as ExampleTokens

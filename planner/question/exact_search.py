@@ -1,6 +1,7 @@
 """The best plan whose device memory, counted exactly, fits."""
 
 import contextlib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from windlass.engine.memory_plan import (
     RECOMPUTE_ALL,
     BlockActivations,
     MemoryTier,
+    UnitNeed,
+    leaving_limit,
 )
 from windlass.planner.cost import Speeds
 from windlass.planner.question.profiles import Profiles
@@ -37,6 +40,8 @@ _LEAST_STEP, _MOST_COUNTED = 0.02, 10
 # Share of its cost by which a plan may be worse than one with a larger limit, which is too large, or than one of
 # another kind.
 _NEAR = 1e-4
+# In models with so many layers, a choice of activations that fits for one of them only is left out of the programs.
+_MANY_LAYERS = 24
 # Number of choices of activations that are left out of a program, at most.
 _MOST_LEFT_OUT = 8
 # Maximum number of times that a program is solved with another limit, because the exact count was larger.
@@ -166,6 +171,11 @@ class _Counter:
         self.question, self.profiles = question, profiles
         # By buffers and group size: the index of a limit with which a plan fitted. The next one needs about as much.
         self._fitted: dict[tuple[object, ...], int] = {}
+        # By the same, and buffers for activations: see `_unfit`.
+        self._unfit_by_buffers: dict[tuple[object, ...], frozenset[BlockActivations]] = {}
+        self._lasting: dict[tuple[object, ...], int] = {}  # by buffers and group size: see `Profiles.lasting_nbytes`
+        # By micro-batches and cut: see `Profiles.needs_of_ways`.
+        self._needs: dict[tuple[object, ...], list[dict[BlockActivations, UnitNeed]]] = {}
         # By the same: choices of activations with which the worst moment of a plan needed too much.
         self._heavy: dict[tuple[object, ...], frozenset[BlockActivations]] = {}
         # By all that decides the device's memory, for kinds whose best plan was too large: its cost, and that of the
@@ -200,9 +210,64 @@ class _Counter:
         Raises:
             DoesNotFitError: no plan fits.
         """
+        if self.question.num_layers is not None:
+            return solved(costs, below)
+        unfit = self._unfit(costs)
+        if not unfit:
+            return self._solved(costs, below)
+        solution = self._solved(replace(costs, job=self._without(costs.job, unfit)), below)
+        return None if solution is None else _of_job(solution, costs.job)
+
+    def _unfit(self, costs: StepCosts) -> frozenset[BlockActivations]:
+        """Returns the activations that no layer of such a plan can have, whatever the others have.
+
+        With many layers also those that no two neighbors can have: few layers would gain little by them.
+
+        The program does not know: of a layer's passes it counts only the peak of the largest operation. A plan that
+        moves no activations to the SSDs is one without buffers for that, too.
+        """
+        job = costs.job
+        buffers, shape = (job.num_microbatches, *_buffers(costs)), (job.num_microbatches, job.cut)
+        key = (*buffers, costs.overflows, costs.depths.leaving_nbytes)
+        if key in self._unfit_by_buffers:
+            return self._unfit_by_buffers[key]
+        if buffers not in self._lasting:
+            self._lasting[buffers] = self.profiles.lasting_nbytes(self.question, costs)
+        if shape not in self._needs:
+            self._needs[shape] = self.profiles.needs_of_ways(job)
+        needs, limit = self._needs[shape], self.question.limits.device_nbytes - self._lasting[buffers]
+        size, num_layers = costs.group_size, job.model.num_own_layers
+        all_blocks = job.model.blocks_of_layers.values()
+        has_neighbors = all(any(b - a == 1 for a, b in itertools.pairwise(blocks)) for blocks in all_blocks)
+        num_alike = 2 if num_layers >= _MANY_LAYERS and has_neighbors else 1
+        # Swapped activations of other layers may still be on the device, except those of layers that keep theirs there.
+        least_nbytes = min(unit.held_nbytes + sum(unit.swapped) for of_layer in needs for unit in of_layer.values())
+        others_nbytes = max(0.0, (num_layers - num_alike) * size * least_nbytes - limit)
+
+        def nbytes_of(unit: UnitNeed) -> float:
+            """Returns the least memory in the backward pass of such a layer; see `step_moments`."""
+            swapped = sum(unit.swapped)
+            returning = swapped * (1 if num_alike == size == 1 else 2)
+            held = size * (num_alike * unit.held_nbytes + unit.output_nbytes)
+            settled = held + returning + unit.backward_peak_nbytes
+            if costs.speeds.shares_cores:  # see `counted`
+                return settled
+            leaving_nbytes = max(costs.depths.leaving_nbytes, costs.num_leaving * max(unit.swapped, default=0))
+            most = leaving_limit([[unit]], leaving_nbytes, has_ssd_store=costs.overflows)
+            return settled + min(most, num_alike * size * swapped + others_nbytes)
+
+        all_nbytes = [{choice: nbytes_of(unit) for choice, unit in of_layer.items()} for of_layer in needs]
+        # So that each layer has some left.
+        limit = max(limit, *(min(of_layer.values()) for of_layer in all_nbytes))
+        fitting = {choice for of_layer in all_nbytes for choice, nbytes in of_layer.items() if nbytes <= limit}
+        self._unfit_by_buffers[key] = frozenset(choice for of_layer in needs for choice in of_layer) - fitting
+        return self._unfit_by_buffers[key]
+
+    def _solved(self, costs: StepCosts, below: float) -> Solution | None:
+        """Returns the same as `solved`, where some layers can have all of the activations."""
         solution = solved(costs, below)
-        if solution is None or self.question.num_layers is not None:
-            return solution
+        if solution is None:
+            return None
         solution, excess = counted(self.question, self.profiles, solution)
         if excess <= 0:
             return solution
@@ -277,6 +342,8 @@ class _Counter:
         for _ in range(_MOST_LEFT_OUT):
             left_out = self._heavy.get(key, frozenset())
             lighter, excess = replace(costs, job=self._without(costs.job, left_out)), 0.0
+            if not all(map(lighter.job.ways, costs.job.model.blocks_of_layers)):
+                break  # a layer has none left
             for _ in range(2):  # the second time with as much less memory as the first plan needs more
                 try:
                     solution = solved(_less(lighter, excess), below)

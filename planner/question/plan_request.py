@@ -53,6 +53,7 @@ class PlanRequest:
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
+    tells_estimate: bool = False  # write the best plan by the cost model to the file of `estimate_path`, as it is known
     what_if: bool = False  # also plan the job with one more SSD, more RAM and so on
     running: ReplanRequest | None = None  # plan again with the measurements of a running job
 
@@ -92,3 +93,13 @@ class PlanRequest:
 
 
 _REQUEST = TypeAdapter(PlanRequest)
+
+
+def estimate_path(result: Path) -> Path:
+    """Returns the file of the best plan by the cost model, which comes before the result."""
+    return result.with_suffix(".estimate")
+
+
+def abandoned_path(result: Path) -> Path:
+    """Returns the file whose existence says that the result is not needed any more."""
+    return result.with_suffix(".abandoned")

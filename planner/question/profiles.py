@@ -5,15 +5,17 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 
-from windlass.engine.memory_estimate import device_need
+from windlass.engine.memory_estimate import Passes, device_need
 from windlass.engine.memory_plan import (
     RECOMPUTE_ALL,
     WIDTH_GRANULE,
+    BlockActivations,
     DeviceNeed,
     ExampleLengths,
     MemoryTier,
     Placement,
     Plan,
+    UnitNeed,
     evaluation_shapes,
 )
 from windlass.engine.model import ModelLayout
@@ -30,6 +32,7 @@ from windlass.planner.solver import (
     cuts_of,
     solution_of,
 )
+from windlass.storage.ids import BlockIndex
 
 # Seconds of a pass, by the machine's rates, above which a micro-batch is measured with fewer examples. So long a pass
 # keeps all cores busy, so a larger one takes longer in proportion.
@@ -111,18 +114,36 @@ class Profiles:
             RECOMPUTE_ALL not in {way.choice for way in kind.activations} for kind in costs.kinds() if not kind.tiers
         ):
             return 0.0
-        placement = Placement(
-            activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
-            group_size=costs.group_size,
-            streamed_blocks=costs.streamed_layers,
-            num_grad_buffers=costs.num_grad_buffers,
-            streams_grads=costs.streams_grads,
-            streams_ends=costs.streams_ends,
-            num_cached_params=0,
-        )
-        solution = solution_of(costs, placement)
+        solution = _recomputing_all(costs)
         need = self.device_need_of_plan(question, costs.job, solution.plan, evaluates=False)
         return need.nbytes - solution.nbytes[MemoryTier.DEVICE]
+
+    def lasting_nbytes(self, question: PlanQuestion, costs: StepCosts) -> int:
+        """Returns the bytes of device memory that all plans with the same buffers use at all times."""
+        return self.device_need_of_plan(
+            question, costs.job, _recomputing_all(costs).plan, evaluates=False
+        ).lasting_nbytes
+
+    def needs_of_ways(self, job: PlannedJob) -> list[dict[BlockActivations, UnitNeed]]:
+        """Returns the device memory of one micro-batch of a layer by its activations, for each kind of layers."""
+        passes = Passes(
+            num_examples=job.model.num_examples,
+            num_tokens=job.model.num_tokens,
+            grad_precision=job.training.grad_precision,
+            is_summed=job.num_microbatches > 1,
+            head_slices=job.training.head_slices,
+            cut_matrices=job.cut,
+        )
+        needs = []
+        for layer, blocks in job.model.blocks_of_layers.items():
+            ways, of_layer = list(job.ways(layer)), dict[BlockActivations, UnitNeed]()
+            for start in range(0, len(ways), len(blocks)):  # as many at once as there are layers of this kind
+                some = ways[start : start + len(blocks)]
+                choices = {BlockIndex(block): way.choice for block, way in zip(blocks, some, strict=False)}
+                units = self._shapes.facts.needs(choices, passes).units
+                of_layer |= {choice: units[block] for block, choice in choices.items()}
+            needs.append(of_layer)
+        return needs
 
     def device_need_of_plan(
         self, question: PlanQuestion, job: PlannedJob, plan: Plan, *, evaluates: bool = True
@@ -300,6 +321,20 @@ class Profiles:
             grad_precision=training.grad_precision,
             head_slices=training.head_slices,
         )
+
+
+def _recomputing_all(costs: StepCosts) -> Solution:
+    """Returns the plan whose layers are all recomputed, with no states and no params in memory."""
+    placement = Placement(
+        activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
+        group_size=costs.group_size,
+        streamed_blocks=costs.streamed_layers,
+        num_grad_buffers=costs.num_grad_buffers,
+        streams_grads=costs.streams_grads,
+        streams_ends=costs.streams_ends,
+        num_cached_params=0,
+    )
+    return solution_of(costs, placement)
 
 
 def _near(mean: float) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
-from windlass.amounts import GB, GIB
+from windlass.amounts import GB, GIB, number_text
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
 from windlass.planner.predictions import StepInterval
@@ -78,8 +78,10 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     bound_s = solution.step_s
     step_s = bound_s if step_s is None else step_s
     model = job.model
-    num_tokens = model.num_examples * model.num_tokens * model.size_share * job.num_microbatches
-    num_flops = 3 * model.num_flops * job.num_microbatches
+    # All micro-batches are planned as the largest one. Not all have as many examples.
+    num_microbatches = job.training.batch_size / model.num_examples
+    num_tokens = model.num_examples * model.num_tokens * model.size_share * num_microbatches
+    num_flops = 3 * model.num_flops * num_microbatches
     nbytes = solution.nbytes
     device_nbytes = nbytes[MemoryTier.DEVICE]
     peaks = {
@@ -235,7 +237,7 @@ def _idle_in_words(plan: Plan) -> list[str]:
 def _bound_in_words(solution: Solution, step_s: float) -> str:
     busiest = solution.bottleneck
     busy_s = solution.busy_s[busiest]
-    return f"a step is bound by {_IN_WORDS[busiest]}: {busy_s:.3g} s, {busy_s / step_s:.0%} of the step"
+    return f"a step is bound by {_IN_WORDS[busiest]}: {number_text(busy_s)} s, {busy_s / step_s:.0%} of the step"
 
 
 def _unequal_lanes_in_words(job: PlannedJob) -> Iterator[str]:

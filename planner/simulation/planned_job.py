@@ -13,7 +13,7 @@ from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
 from windlass.actors.timeline import StepSpans, TierMemory, memory_of
 from windlass.actors.worker_policy import Stage
-from windlass.engine.memory_plan import MemoryTier, Placement
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, Placement
 from windlass.engine.model import CHUNK_GRANULE, ModelLayout
 from windlass.planner.cost import Speeds, ways_of_layer
 from windlass.planner.simulation.job import SimulatedBox
@@ -153,7 +153,7 @@ def box_of_plan(
     box, or they have no names. `commit_every`: of the job; None: that of the plan.
     """
     spec = replace(_spec_of(solution), stages=stages, ranks_of_boxes=ranks, box_names=names, box=box)
-    if layout.chunk_numel != solution.costs.job.model.chunk_numel or solution.placement.streams_ends:
+    if layout.chunk_numel != solution.costs.job.model.chunk_numel or solution.costs.tied_in_pieces:
         spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     if commit_every is not None:
         spec = replace(spec, placement=replace(spec.placement, commit_every=commit_every))
@@ -213,6 +213,7 @@ def work_of(solution: Solution) -> Work:
         peak_nbytes={block: model.blocks[block].peak_nbytes for block in own},
         norms_s={block: costs.norms_s(block) for block in own},
         crossing_nbytes=costs.job.crossings.microbatch_nbytes,
+        head_slices=costs.job.num_head_slices,
     )
 
 
@@ -237,14 +238,14 @@ def in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
 def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     """Fixes all choices that follow from the budget, because larger chunks would change them.
 
-    Embedding and head are simulated as whole blocks. What they move more in pieces is in the plan's bound only.
+    A tied embedding is simulated as a whole block. What it moves more in pieces is in the plan's bound only.
     """
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
     num_host_grad_blocks = min(plan.spilled_blocks, default=None)  # those before it keep theirs in host memory
     return replace(
         placement,
-        streams_ends=False,
+        streams_ends=placement.streams_ends and not solution.costs.tied_in_pieces,
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
         num_host_grad_blocks=num_host_grad_blocks,
         num_passing_blocks=None if plan.spilled_blocks else placement.num_passing_blocks,
@@ -277,8 +278,15 @@ def _with_fewer_slots(context: CoreContext, work: Work) -> tuple[CoreContext, Wo
 def _in_larger_parts(solution: Solution) -> int | None:
     """Returns the cut of matrices, in parts so large that no layer has many pieces."""
     job = solution.costs.job
-    largest = max((layer.numel for layer in job.model.layers), default=0)
-    return None if job.cut is None else max(job.cut, largest // _MAX_PIECES)
+    if job.cut is None:
+        return None
+    most = max((layer.numel for layer in job.model.layers), default=0) // _MAX_PIECES
+    if solution.costs.streams_ends:
+        # Embedding and head must not have so few that these stay in the buffers, unless they do.
+        most = min(
+            most, *((job.model.blocks[block].numel - 1) // NUM_PIECE_BUFFERS for block in solution.costs.own_ends)
+        )
+    return max(job.cut, most)
 
 
 def _spec_of(solution: Solution) -> JobCore:

@@ -63,6 +63,7 @@ class Work:
     norms_s: Mapping[int, float] = field(default_factory=dict)
     # Hidden states of one micro-batch, and their gradient, that pass between two boxes.
     crossing_nbytes: int = 0
+    head_slices: int = 1  # parts of a micro-batch that go through a head in pieces one after the other
 
 
 class Stuck(RuntimeError):

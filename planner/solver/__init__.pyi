@@ -20,6 +20,8 @@ from windlass.planner.solver.placement_search import least_copied_s as least_cop
 from windlass.planner.solver.placement_search import least_cost_of as least_cost_of
 from windlass.planner.solver.placement_search import search as search
 from windlass.planner.solver.placement_search import solve_job as solve_job
+from windlass.planner.solver.planned_job import Limits as Limits
+from windlass.planner.solver.planned_job import PlannedJob as PlannedJob
 from windlass.planner.solver.program import Assignment as Assignment
 from windlass.planner.solver.program import forget_programs as forget_programs
 from windlass.planner.solver.solution import DoesNotFitError as DoesNotFitError
@@ -33,6 +35,4 @@ from windlass.planner.solver.solution import solution_of as solution_of
 from windlass.planner.solver.solution import solved as solved
 from windlass.planner.solver.step_bounds import Part as Part
 from windlass.planner.solver.step_bounds import updates_of as updates_of
-from windlass.planner.solver.step_cost import Limits as Limits
-from windlass.planner.solver.step_cost import PlannedJob as PlannedJob
 from windlass.planner.solver.step_cost import StepCosts as StepCosts

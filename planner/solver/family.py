@@ -18,7 +18,8 @@ from windlass.engine.memory_plan import (
 )
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.depth_choice import depths_to_try
-from windlass.planner.solver.step_cost import Limits, PlannedJob, StepCosts
+from windlass.planner.solver.planned_job import Limits, PlannedJob
+from windlass.planner.solver.step_cost import StepCosts
 
 # Maximum share of device memory for swapped activations that have not left the device yet.
 _LEAVING_SHARE = 1 / 8

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_at_the_border, smallest_of
+from windlass.planner.solver.planned_job import TIER_INDEX, Limits, PlannedJob
 from windlass.planner.solver.program import Assignment, BlockGroup, Program, least_assignment, outcome_of
-from windlass.planner.solver.step_cost import TIER_INDEX, Kind, Limits, PlannedJob, StepCosts
+from windlass.planner.solver.step_cost import Kind, StepCosts
 
 _Floats = npt.NDArray[np.float64]
 _DEVICE, _HOST, _SSD = (TIER_INDEX[tier] for tier in MemoryTier)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from windlass.amounts import GIB
 from windlass.planner.hardware import Hardware
-from windlass.planner.solver.step_cost import Limits
+from windlass.planner.solver.planned_job import Limits
 
 # Host memory of a job's processes beside the arena: Ray, and actors that each import torch.
 _PROCESSES_NBYTES = 3 * GIB // 2

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from windlass.engine.memory_plan import MemoryTier, UpdateOrder
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_at_the_border, bases_of, cut_bases_of, kinds_of, smallest_of
+from windlass.planner.solver.planned_job import Limits, PlannedJob
 from windlass.planner.solver.program import Bound, Prices, Program, least_cost, priced_cost, relaxed
 from windlass.planner.solver.solution import (
     DoesNotFitError,
@@ -27,7 +28,7 @@ from windlass.planner.solver.solution import (
     solved,
 )
 from windlass.planner.solver.step_bounds import Part
-from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts
+from windlass.planner.solver.step_cost import StateTier, StepCosts
 
 # Bounds that differ by a smaller share count as equal. Of equal ones, the plan with the larger buffers is tried first.
 _EQUAL = 1e-4
@@ -35,6 +36,9 @@ _EQUAL = 1e-4
 _WORTH = 3e-4
 # Distance to the optimum that is near enough for a kind of plan, as a share of this.
 _GAP_OF_WORTH = 0.5
+# A base that needs so many times the limit of device memory by formula is not looked at further. The exact count may
+# differ a little from it.
+_SURELY_TOO_LARGE = 1.02
 # Number of prices of other bases by which a base may be excluded.
 _MOST_PRICES = 4
 
@@ -297,6 +301,9 @@ class _Search:
 
     def _price(self, entry: _Entry) -> None:
         """Puts a base back with a better bound: by another base's prices if that excludes it, else by its own ones."""
+        if entry.costs.formula_on_device > _SURELY_TOO_LARGE * self._limits.device_nbytes:
+            self._set_cuts_apart(entry, None, None)
+            return
         worth, program = _least_penalty(entry.costs), _smallest_program(entry.costs)
         for prices in self._prices.get(len(program.bounds), ()):
             bound = worth * priced_cost(program, prices)
@@ -312,8 +319,10 @@ class _Search:
             del known[_MOST_PRICES:]
             self._push_again(entry, max(entry.bound, worth * found[0]), found[1])
 
-    def _set_cuts_apart(self, entry: _Entry, program: Program, prices: Prices | None) -> None:
+    def _set_cuts_apart(self, entry: _Entry, program: Program | None, prices: Prices | None) -> None:
         """Adds an entry for all cuts of a base, once. `program`: of the base, `prices`: its own or another base's.
+
+        Without these the bound is looser.
 
         A cut takes no less time, and saves no more than what pieces and operations take of the device's memory. So its
         bound follows from that of the base.
@@ -324,13 +333,15 @@ class _Search:
         costs = entry.costs
         whole = _least_penalty(costs)
         worth = whole + penalty_of_cut(costs.job.cuts[0])  # the largest parts cost least
-        least, bound = [_without_operations(costs, program)], worth / whole * entry.bound
+        bound, free = worth / whole * entry.bound, None
         if costs.may_stream_ends:  # whose copies no other block waits for
             ends = replace(costs, streams_ends=True)
             free = ends.program_without_buffers(ends.kinds())
-            least.append(replace(least[0], blocks=free.blocks, seconds=free.seconds))
             bound = min(bound, worth * least_cost(free))
-        if prices is not None:
+        if program is not None and prices is not None:
+            least = [_without_operations(costs, program)]
+            if free is not None:
+                least.append(replace(least[0], blocks=free.blocks, seconds=free.seconds))
             bound = max(bound, worth * min(priced_cost(each, prices) for each in least))
         level, number = _level_of(bound), next(self._numbers)
         apart = _Entry(level, number, bound, costs, is_kind=False, is_of_cuts=True)

@@ -23,6 +23,7 @@ from windlass.engine.memory_plan import (
 from windlass.planner.cost import ActivationOption
 from windlass.planner.solver.bisection import largest
 from windlass.planner.solver.depth_choice import depths_to_try
+from windlass.planner.solver.planned_job import values_by_tier
 from windlass.planner.solver.program import (
     SPARE_WEIGHT,
     Assignment,
@@ -33,7 +34,7 @@ from windlass.planner.solver.program import (
     solve_in_parts,
 )
 from windlass.planner.solver.step_bounds import Part
-from windlass.planner.solver.step_cost import Kind, StateTier, StepCosts, values_by_tier
+from windlass.planner.solver.step_cost import Kind, StateTier, StepCosts
 
 _Any = TypeVar("_Any")
 

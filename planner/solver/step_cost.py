@@ -7,50 +7,23 @@ needed first, so updates overlap only with the next step's forward pass. Then th
 Sources: Ratel, equations 1 to 8 (a stage takes as long as its slowest resource); AutoHete, equations 1 to 6.
 """
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
-from typing import Any, TypeVar
 
-from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import (
     ACTIVATION_SLOT_NBYTES,
-    COMMIT_EVERY,
-    MAX_GRAD_BUFFERS,
-    NO_CROSSINGS,
-    NUM_PIECE_BUFFERS,
     PARTIAL_GRAD_ITEMSIZE,
     TRANSIT_DEPTH,
-    Crossings,
     MemoryTier,
-    ModelSize,
     Placement,
-    QueueDepths,
-    UpdateOrder,
-    grad_buffers,
-    grad_overlay_of_job,
-    lane_buffers,
     make_plan,
     most_passing_blocks,
-    overlay_nbytes,
-    param_buffer_numels,
-    param_buffers,
 )
-from windlass.engine.training_config import TrainingConfig
-from windlass.planner.cost import (
-    ActivationOption,
-    BlockProfile,
-    LayerProfile,
-    ModelProfile,
-    Speeds,
-    Ways,
-    Work,
-    holding_ways,
-    ways_of_layer,
-)
+from windlass.planner.cost import ActivationOption, LayerProfile
+from windlass.planner.solver.device_buffers import always_on_device, least_on_device_if_cut
+from windlass.planner.solver.plan_choices import PlanChoices, known_or_new
+from windlass.planner.solver.planned_job import TIER_INDEX
 from windlass.planner.solver.program import BlockGroup, Bound, Buffer, Option, Overflow, Program
 from windlass.planner.solver.step_bounds import (
     HOST_PARTS,
@@ -61,19 +34,6 @@ from windlass.planner.solver.step_bounds import (
     once,
 )
 
-_MOST_COMMIT_EVERY = 1000  # steps between commits of states in memory
-
-_Any = TypeVar("_Any")
-
-
-# Numbers of the tiers in the program.
-TIER_INDEX = {tier: index for index, tier in enumerate(MemoryTier)}
-
-
-def values_by_tier(values: Sequence[float]) -> dict[MemoryTier, float]:
-    """Returns the program's values for all tiers by tier."""
-    return dict(zip(MemoryTier, values, strict=True))
-
 
 class StateTier(IntEnum):
     """The tier on which a block's model states are resident, the fastest first."""
@@ -82,150 +42,6 @@ class StateTier(IntEnum):
     HOST = 1
     CACHED = 2  # states on the SSDs; the params also stay in host memory between uses
     SSD = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedJob:
-    """The planner's view of a job."""
-
-    model: ModelProfile  # for one micro-batch
-    training: TrainingConfig
-    num_ranks: int = 1  # GPU workers, each with a GPU of its own
-    num_optimizers: int = 1
-    num_prefetched: int = 2  # operations whose params are on the device at once
-    ways: Ways = ways_of_layer  # options for activations
-    # The planner may choose the order of updates, of those that give the same parameters; else it is the config's.
-    chooses_order: bool = False
-    group_size: int | None = None  # micro-batches that a GPU worker computes together; None: the planner chooses
-    # Of a box that has a stage of the model only: what it exchanges with others, and how many groups of a GPU worker
-    # have their activations on the device at once.
-    crossings: Crossings = NO_CROSSINGS
-    num_groups_in_flight: int = 1
-    spills: bool | None = None  # kept gradients go to the SSDs; None: the planner chooses
-    num_head_slices: int = 1  # parts of a micro-batch that go through the head one after the other
-    # The elements of a part of a matrix, of which the planner may choose one, the largest first; none: it is that of
-    # the training config. `with_cut`: makes the model of a job without a cut that of one with it.
-    cuts: tuple[int, ...] = ()
-    with_cut: Callable[[ModelProfile, int], ModelProfile] = lambda model, cut: model
-    # Bytes of device memory that every plan with the same buffers and group size needs beyond the cost model's formula.
-    left_out_nbytes: "Callable[[StepCosts], float]" = lambda costs: 0.0
-
-    @cached_property
-    def by_order(self) -> "tuple[PlannedJob, ...]":
-        """The job with each order of updates that the planner may choose. Each of them has only one order."""
-        if not self.chooses_order:
-            return (self,)
-        orders = dict.fromkeys((self.update_order, UpdateOrder.KEPT))
-        return tuple(
-            replace(self, training=replace(self.training, update_order=order), chooses_order=False) for order in orders
-        )
-
-    @property
-    def cut(self) -> int | None:
-        """The most elements of a part of a matrix; None: no matrix is cut."""
-        return self.training.cut_matrices
-
-    @cached_property
-    def by_cut(self) -> "tuple[PlannedJob, ...]":
-        """The job with each of `cuts`, the largest first."""
-        return tuple(
-            replace(
-                self,
-                model=self.with_cut(self.model, cut),
-                training=replace(self.training, cut_matrices=cut),
-                cuts=(),
-            )
-            for cut in self.cuts
-        )
-
-    @cached_property
-    def known(self) -> dict[Any, Any]:
-        """Parts of cost models that several plans share, so that they are computed once; see `StepCosts`."""
-        return {}
-
-    @cached_property
-    def blocks_of_own_size(self) -> frozenset[int]:
-        """The blocks of which no other one has the same size."""
-        numels = [block.numel for block in self.model.blocks]
-        number = Counter(numels)
-        return frozenset(block for block, numel in enumerate(numels) if number[numel] == 1)
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of a step."""
-        return self.training.num_microbatches
-
-    @property
-    def largest_group(self) -> int:
-        """The most micro-batches that a GPU worker may compute together, so that each has a group if possible."""
-        return -(-self.num_microbatches // self.num_ranks)
-
-    @cached_property
-    def lanes(self) -> LaneDivision:
-        """The lanes of a step."""
-        return self.training.lane_division
-
-    @cached_property
-    def update_order(self) -> UpdateOrder:
-        """The order of the blocks' updates."""
-        return self.training.order_of_updates
-
-    @property
-    def keeps_grads(self) -> bool:
-        """True if all gradients must be known before any block is updated."""
-        return self.update_order.keeps_grads
-
-    @property
-    def commit_period_s(self) -> float:
-        """The seconds from one commit to the next, if states rest in memory. Checkpoints are made of commits, too."""
-        return 60 * min(self.training.commit_minutes, self.training.checkpoint_minutes or math.inf)
-
-    @cached_property
-    def param_itemsize(self) -> int:
-        """The bytes of a parameter."""
-        formats = self.training.formats
-        return formats.itemsizes[formats.param_kind]
-
-    @cached_property
-    def state_itemsize(self) -> int:
-        """The bytes of all stored states of one parameter."""
-        return sum(self.training.formats.itemsizes.values())
-
-    @cached_property
-    def read_itemsize(self) -> int:
-        """The bytes of those states that an update reads. Only these are resident on a device."""
-        return self.training.formats.update_itemsize
-
-    @cached_property
-    def grad_itemsize(self) -> int:
-        """The bytes of an element of a gradient in transit to the optimizer."""
-        return self.training.grad_itemsize
-
-    @cached_property
-    def size(self) -> ModelSize:
-        """The sizes that the arena depends on."""
-        return ModelSize(
-            block_numels=tuple(block.numel for block in self.model.blocks),
-            chunk_numel=self.model.chunk_numel,
-            param_itemsize=self.param_itemsize,
-            state_itemsize=self.state_itemsize,
-            shared_blocks=self.model.shared_blocks,
-            own=self.model.own,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The bytes that a job may use on each tier."""
-
-    device_nbytes: float
-    host_nbytes: float
-    ssd_nbytes: float
-
-    @property
-    def by_tier(self) -> dict[MemoryTier, float]:
-        """The limits, in the order of the tiers."""
-        return values_by_tier((self.device_nbytes, self.host_nbytes, self.ssd_nbytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,109 +64,12 @@ class _MovedSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
+class StepCosts(PlanChoices):
     """The costs of a job on a machine, for one group size.
 
     Compute, and all that passes a link, are those of one GPU worker: several compute at the same time, and each has its
     own link. The params that a round of groups needs are read from the SSDs once. All else is as with one GPU worker.
-
-    `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
-    and come back for each further micro-batch. `streams_ends`: both also for embedding and head. `spills`: kept
-    gradients go to the SSDs; then no states are resident in memory. `overflows`: swapped activations may continue to
-    the SSDs, so staging buffers exist. `num_passing_blocks`: typical blocks whose gradients may wait for their update,
-    if gradients are not kept; None: as many as are useful.
     """
-
-    job: PlannedJob
-    speeds: Speeds
-    limits: Limits
-    group_size: int
-    streams: bool = False
-    spills: bool = False
-    overflows: bool = True
-    num_grad_buffers: int = MAX_GRAD_BUFFERS
-    streams_grads: bool = False
-    streams_ends: bool = False
-    num_passing_blocks: int | None = None
-    depths: QueueDepths = field(default_factory=QueueDepths)
-    given_commit_every: int | None = None  # steps between commits of states in memory; None: see `commit_every`
-    # Parts of the cost model that depend on the group size, what streams and what spills only.
-    _shared: dict[object, Any] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        pieces = self.streams, self.streams_grads, self.streams_ends
-        key = (self.speeds, self.group_size, pieces, self.spills, self.commit_every)
-        object.__setattr__(self, "_shared", self.job.known.setdefault(key, {}))
-
-    def _once_known(self, what: object, compute: Callable[[], _Any]) -> _Any:
-        """Returns a part of `_shared`. `what` names it, with all else that it depends on."""
-        return _known(self._shared, what, compute)
-
-    @property
-    def saver_of_device_memory(self) -> tuple[bool, bool, bool, int, int | None]:
-        """The choices of pieces for layers, gradients and ends, the number of buffers for gradients, and the cut."""
-        return self.streams, self.streams_grads, self.streams_ends, self.num_grad_buffers, self.job.cut
-
-    @property
-    def num_groups(self) -> int:
-        """The number of groups in a step."""
-        return -(-self.job.num_microbatches // self.group_size)
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of groups that the first GPU worker computes in a step."""
-        return -(-self.num_groups // self.job.num_ranks)
-
-    @property
-    def num_successive(self) -> int:
-        """The number of micro-batches that the first GPU worker computes in a step."""
-        return min(self.job.num_microbatches, self.num_rounds * self.group_size)
-
-    @property
-    def microbatches_of_ranks(self) -> tuple[int, ...]:
-        """The number of micro-batches of a step that each GPU worker computes."""
-        num_microbatches, num_ranks = self.job.num_microbatches, self.job.num_ranks
-        starts = range(0, num_microbatches, self.group_size)
-        sizes = [min(self.group_size, num_microbatches - start) for start in starts]
-        return tuple(sum(sizes[rank::num_ranks]) for rank in range(num_ranks))
-
-    @property
-    def num_devices_in_host(self) -> int:
-        """The number of devices whose memory is the host's."""
-        return self.job.num_ranks if self.speeds.shares_cores else 0
-
-    @property
-    def num_partial_sums(self) -> int:
-        """The number of sums of each element that one GPU worker passes on in a step: totals, and unfinished lanes."""
-        return -(-self._num_sums // self.job.num_ranks)
-
-    @property
-    def num_sums_beside_gradient(self) -> int:
-        """The number of those sums that the GPU worker of the last group passes on. It copies the gradient out, too."""
-        return self._num_sums // self.job.num_ranks
-
-    @property
-    def _num_sums(self) -> int:
-        return self.num_groups - 1 + self.job.lanes.num_open_lanes(self.group_size)
-
-    @property
-    def lag(self) -> float:
-        """The time by which the last GPU worker's backward pass ends after that of the first, as a share of it.
-
-        Each begins one block after the one before, because it continues the gradient sum of the block.
-        """
-        num_behind = min(self.job.num_ranks, self.num_groups) - 1
-        return num_behind / (self.num_rounds * max(1, self.job.model.num_own_layers))
-
-    @property
-    def num_held_microbatches(self) -> int:
-        """The micro-batches of one GPU worker whose activations are held at once."""
-        return self.group_size * self.job.num_groups_in_flight
-
-    @property
-    def num_flats(self) -> int:
-        """The number of sums of an element that may exist at once between two groups."""
-        return 2 if self.job.lanes.num_open_lanes(self.group_size) else 1
 
     def kinds(self) -> list[Kind]:
         """Returns the groups of blocks in the program's order: first by states, then by activations."""
@@ -384,44 +103,13 @@ class StepCosts:
             seconds=self._once_known("seconds", lambda: self._seconds(dict(self._always()))),
             nbytes=nbytes,
             limits=(self.limits.device_nbytes, self.limits.host_nbytes, self.limits.ssd_nbytes),
-            bounds=_known(self.job.known, of_bounds, lambda: tuple(self._bounds())),
+            bounds=known_or_new(self.job.known, of_bounds, lambda: tuple(self._bounds())),
             uncounted_parts=HOST_PARTS,
             overflow=self._once_known("overflow", self._overflow) if self.overflows else None,
             buffers=(
                 Buffer(tier=TIER_INDEX[MemoryTier.DEVICE], most_nbytes=self._most_leaving_nbytes()),
                 Buffer(tier=TIER_INDEX[MemoryTier.HOST], most_nbytes=self._transit_nbytes),
             ),
-        )
-
-    @property
-    def commit_every(self) -> int:
-        """The steps from one commit to the next, if states rest in memory.
-
-        A commit writes all of them to the SSDs, and the next updates wait for it. So commits are as rare as a loss of
-        `commit_minutes` allows, if the machine fails.
-        """
-        if self.given_commit_every is not None:
-            return self.given_commit_every
-        return _known(self.job.known, ("commit_every", self.speeds, self.limits.host_nbytes), self._commit_every)
-
-    def _commit_every(self) -> int:
-        step_s = self._likely_step_s()
-        most = self.job.commit_period_s / step_s if step_s > 0 else _MOST_COMMIT_EVERY
-        return max(COMMIT_EVERY, int(min(most, _MOST_COMMIT_EVERY)))
-
-    def _likely_step_s(self) -> float:
-        """Returns the longest of what a step takes at least if host memory holds as many states as it can.
-
-        It does not depend on the plan: what is computed, updated by CPUs, and moved by a link and the SSDs.
-        """
-        job, speeds, numel = self.job, self.speeds, self.job.model.numel
-        computed_s = sum(sum(self.compute_s(block)) for block in job.model.blocks)
-        num_on_ssds = max(0.0, numel - self.limits.host_nbytes / job.state_itemsize)
-        return max(
-            job.num_microbatches / job.num_ranks * computed_s,
-            numel / speeds.optimizer_params,
-            2 * numel * job.param_itemsize / speeds.h2d_bytes,
-            num_on_ssds * job.state_itemsize * (1 / speeds.read_bytes + 1 / speeds.write_bytes),
         )
 
     # --- options ----------------------------------------------------------------------------------------------------
@@ -438,13 +126,15 @@ class StepCosts:
             block = kind.blocks[0]
             options = tuple(self._state_option(block, tier) for tier in kind.tiers)
             return BlockGroup(count=len(kind.blocks), options=options)
-        # They do not depend on what streams or spills.
-        key = ("activations", self.speeds, self.group_size, kind.blocks[0])
-        return _known(self.job.known, key, lambda: self._activation_group(kind))
+        # They do not depend on what spills.
+        key = ("activations", self.speeds, self.group_size, self.streams, kind.blocks[0])
+        return known_or_new(self.job.known, key, lambda: self._activation_group(kind))
 
     def _activation_group(self, kind: Kind) -> BlockGroup:
         layer = self.job.model.layers[kind.blocks[0] - 1]
-        options = tuple(self._activation_option(layer, way) for way in kind.activations)
+        again = self._uses_again(layer) if kind.blocks[0] in self.streamed_blocks else 0.0
+        again_nbytes = again * layer.numel * self.job.param_itemsize
+        options = tuple(self._activation_option(layer, way, again_nbytes) for way in kind.activations)
         return BlockGroup(count=len(kind.blocks), options=options)
 
     def _state_option(self, block: int, tier: StateTier) -> Option:
@@ -472,8 +162,11 @@ class StepCosts:
         seconds[Part.H2D_BACKWARD] = uses_backward * param_nbytes / speeds.h2d_bytes
         sums = self._sums_of(block)
         in_nbytes, out_nbytes = sums.in_nbytes, sums.out_nbytes
-        seconds[Part.H2D_BACKWARD] += in_nbytes / speeds.h2d_bytes
-        seconds[Part.D2H_BACKWARD] = out_nbytes / speeds.d2h_bytes
+        to_device, from_device = Part.H2D_BACKWARD, Part.D2H_BACKWARD
+        if self.is_streamed_head(block):
+            to_device, from_device = Part.H2D_FORWARD, Part.D2H_FORWARD
+        seconds[to_device] += in_nbytes / speeds.h2d_bytes
+        seconds[from_device] = out_nbytes / speeds.d2h_bytes
         seconds[Part.OPTIMIZER] = numel / speeds.optimizer_params
         if tier is StateTier.SSD:
             reads_forward, reads_backward = self._fetches(block)
@@ -499,23 +192,26 @@ class StepCosts:
             host += chunks * chunk_numel * job.param_itemsize
         if job.keeps_grads and not self.spills:
             host += chunks * chunk_numel * job.grad_itemsize
-        if self.num_groups > job.num_ranks:
+        if self.num_groups > job.num_ranks or block in self.tied_in_pieces:
+            num_uses -= self.num_groups == job.num_microbatches == 1  # the own sum does not wait
             host += self.num_flats * num_uses * chunks * chunk_numel * PARTIAL_GRAD_ITEMSIZE
         return self._way(seconds, device=device, host=host)
 
     def _sums_of(self, block: int) -> "_MovedSums":
         """Returns the bytes that a step moves for a block's gradient and its unfinished sums."""
         job, numel = self.job, self.job.model.blocks[block].numel
-        num_all, num_partial, num_beside = self._num_sums, self.num_partial_sums, self.num_sums_beside_gradient
+        num_all, num_partial, num_beside = self.num_sums, self.num_partial_sums, self.num_sums_beside_gradient
         num_between = 0
-        if self._is_in_pieces and block in self.streamed_blocks:
+        if self.is_in_pieces and block in self.streamed_blocks:
             # A sum comes for each micro-batch but the step's first one: that of its lane, or at a lane's end the total.
             # The head's comes for each slice.
             num_slices = job.num_head_slices if self._is_head(block) else 1
+            # A tied one has a sum for each use. The last sum of one of them comes to be added to that of the other.
+            num_slices += job.num_head_slices if block in self.tied_in_pieces else 0
             num_all = num_slices * job.num_microbatches - 1
             num_partial = num_slices * self.num_successive - (1 if job.num_ranks == 1 else 0)
             num_beside = num_slices * self.num_successive - 1
-        elif block in self._overlaid_blocks:
+        elif block in self.overlaid_blocks:
             # There is room for one sum, so the total goes out and in between two lanes of a group.
             num_lanes_more = max(0, job.lanes.num_lanes - self.num_groups)
             num_between = -(-num_lanes_more // job.num_ranks)
@@ -540,13 +236,14 @@ class StepCosts:
         job, numel = self.job, self.job.model.blocks[block].numel
         param_nbytes = numel * job.param_itemsize
         # The copies of all GPU workers. The last round may be without some of them.
-        workers = (
-            job.num_microbatches / self.num_successive
-            if block in self.streamed_blocks
-            else self.num_groups / self.num_rounds
-        )
+        workers = self.num_groups / self.num_rounds
+        if block in self.streamed_blocks:
+            workers = min(workers, job.num_microbatches / self.num_successive)
         forward_nbytes, backward_nbytes = (workers * number * param_nbytes for number in self._uses(block))
-        backward_nbytes += grads_nbytes
+        if self.is_streamed_head(block):
+            forward_nbytes += grads_nbytes
+        else:
+            backward_nbytes += grads_nbytes
         update_nbytes: float = numel * (job.read_itemsize + job.grad_itemsize + job.state_itemsize)
         flushed_nbytes = 0.0
         if tier is StateTier.HOST:
@@ -577,46 +274,25 @@ class StepCosts:
         counts = job.keeps_grads and not self.spills and job.read_itemsize == job.state_itemsize
         return job.param_itemsize if tier is StateTier.CACHED and counts else 0
 
-    def _uses(self, block: int) -> tuple[int, int]:
-        """Returns how often a block's params are copied to the device in the forward and in the backward pass."""
-        if self.streams_ends and not 0 < block <= len(self.job.model.layers):
-            number = self.num_successive * (self.job.num_head_slices if self._is_head(block) else 1)
-            return number, number
-        if block in self.streamed_blocks:
-            # Once for each micro-batch. The backward pass recomputes, and then uses the matrices again from the end.
-            return self.num_successive, 2 * self.num_successive
-        return self._fetches(block)
-
-    def _fetches(self, block: int) -> tuple[int, int]:
-        """Returns how often a block's params are fetched in the forward and in the backward pass; an upper bound.
-
-        The bound is exact for the embedding and the head. A block of a size of its own has a device buffer of its own,
-        where all operations of a step find its params. Of other blocks, those in the buffers at the turns of a pass are
-        fetched once less (`BlockBuffers`). That depends on the order in which blocks are placed, so it is not counted.
-        """
-        is_head = self._is_head(block)
-        if self._ends_share_params and (block == 0 or is_head):
-            # The embedding stays there from a group's backward pass to the next one's forward pass.
-            return (self.num_rounds, 0) if is_head else (1, self.num_rounds)
-        if block not in self.streamed_blocks and block in self.job.blocks_of_own_size:
-            return 1, 0
-        return self.num_rounds, 0 if is_head else self.num_rounds
-
-    def _is_head(self, block: int) -> bool:
-        return block == len(self.job.model.layers) + 1
-
-    def _activation_option(self, layer: LayerProfile, way: ActivationOption) -> Option:
+    def _activation_option(self, layer: LayerProfile, way: ActivationOption, again_nbytes: float) -> Option:
+        """`again_nbytes`: of params in pieces, which a step copies to the device for recomputation."""
         job, speeds, num = self.job, self.speeds, self.num_successive
         swapped_nbytes = num * job.model.size_share * way.swapped_nbytes
+        params_nbytes = again_nbytes if way.choice.recompute else 0.0
         seconds = {
             Part.FORWARD: num * self.compute_s(layer)[0],
             Part.BACKWARD: num * self.backward_s(layer, way),
             Part.D2H_FORWARD: swapped_nbytes / speeds.d2h_bytes,
-            Part.H2D_BACKWARD: swapped_nbytes / speeds.h2d_bytes,
+            Part.H2D_BACKWARD: (swapped_nbytes + params_nbytes) / speeds.h2d_bytes,
         }
-        # Of all GPU workers, out and in.
-        passed_s = job.num_microbatches / num * swapped_nbytes / speeds.host_memory_bytes
-        seconds |= {Part.HOST_MEMORY: 2 * passed_s, Part.HOST_FORWARD: passed_s, Part.HOST_BACKWARD: passed_s}
+        # Of all GPU workers: activations out and in, and params in.
+        workers_s = job.num_microbatches / num / speeds.host_memory_bytes
+        passed_s, params_s = workers_s * swapped_nbytes, workers_s * params_nbytes
+        seconds |= {
+            Part.HOST_MEMORY: 2 * passed_s + params_s,
+            Part.HOST_FORWARD: passed_s,
+            Part.HOST_BACKWARD: passed_s + params_s,
+        }
         host = job.num_ranks * self.num_held_microbatches * way.num_slots * ACTIVATION_SLOT_NBYTES
         # The CPU finishes its copies before it computes the next layer.
         leaving = 0.0 if self.speeds.shares_cores else self.group_size * way.swapped_nbytes
@@ -655,15 +331,6 @@ class StepCosts:
         return min((max(way.out_nbytes) for way in ways if way.out_nbytes), default=0)
 
     @property
-    def num_leaving(self) -> int:
-        """The number of tensors that may be leaving the device, however large they are.
-
-        With one, the thread that launches kernels would wait for each copy. A single one is always admitted, because
-        plans may have to save device memory. If activations go to SSDs too, each of the two stores admits one.
-        """
-        return 2 if self.depths.leaving_nbytes else 1
-
-    @property
     def _transit_nbytes(self) -> float:
         """The size of the buffer for states resident on the device. It exists if at least one block's states are."""
         return TRANSIT_DEPTH * self.job.size.chunk_numel * self.job.state_itemsize
@@ -677,11 +344,26 @@ class StepCosts:
         # The layers' backward pass waits until the head's gradient has left the memory that both use. Sums of embedding
         # and head come to it during their operations.
         waiting_s = 0.0
-        for block in self._overlaid_blocks:
+        for block in self.overlaid_blocks:
             sums = self._sums_of(block)
             leaving_nbytes = sums.out_nbytes if block > 0 else sums.between_nbytes
             waiting_s += sums.in_nbytes / self.speeds.h2d_bytes + leaving_nbytes / self.speeds.d2h_bytes
         yield Part.BACKWARD, num * embedding[1] + waiting_s
+
+    @property
+    def always_on_device(self) -> float:
+        """The bytes of the device's buffers and of the largest operation."""
+        return self.formula_on_device + self.job.left_out_nbytes(self)
+
+    @property
+    def formula_on_device(self) -> float:
+        """The same without what the formula leaves out, which takes longer to count."""
+        return self._once_known(("device", self.num_grad_buffers), lambda: always_on_device(self))
+
+    @property
+    def least_on_device_if_cut(self) -> float:
+        """A lower bound of the same for all cuts of matrices: without pieces and operations."""
+        return self._once_known(("cut", self.num_grad_buffers), lambda: least_on_device_if_cut(self))
 
     def _always_nbytes(self) -> tuple[float, ...]:
         depths = self.depths.params, self.depths.states, self.depths.staged_activations
@@ -726,135 +408,6 @@ class StepCosts:
         if job.keeps_grads and not self.spills:
             host -= plan.grads.nbytes
         return host, plan.ssd_nbytes
-
-    @property
-    def streamed_layers(self) -> tuple[int, ...]:
-        """The layers that are copied in pieces."""
-        return self.job.model.unshared_layers if self.streams else ()
-
-    @property
-    def streamed_blocks(self) -> tuple[int, ...]:
-        """The blocks that are copied in pieces."""
-        return (*self.streamed_layers, *self._own_ends) if self.streams_ends else self.streamed_layers
-
-    @property
-    def _own_ends(self) -> tuple[int, ...]:
-        """The embedding and the head, as far as the box computes them."""
-        return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
-
-    @property
-    def may_stream_ends(self) -> bool:
-        """True if embedding and head can come in pieces, and their gradients leave in pieces, as those of layers do."""
-        job = self.job
-        is_rounded = job.grad_itemsize < PARTIAL_GRAD_ITEMSIZE and job.num_head_slices > 1
-        is_alone = not job.model.shared_blocks and not job.crossings.num_lent_chunks
-        return self.streams_grads and is_alone and not is_rounded
-
-    @property
-    def _is_in_pieces(self) -> bool:
-        """True if gradients leave in pieces, and there are layers whose gradients can."""
-        return self.streams_grads and bool(self.streamed_blocks)
-
-    @property
-    def always_on_device(self) -> float:
-        """The bytes of the device's buffers and of the largest operation."""
-        nbytes = self._once_known(("device", self.num_grad_buffers), self._count_always_on_device)
-        return nbytes + self.job.left_out_nbytes(self)
-
-    @property
-    def least_on_device_if_cut(self) -> float:
-        """A lower bound of the same for all cuts of matrices: without pieces and operations."""
-        least = replace(self, streams_ends=True) if self.may_stream_ends else self
-        return self._once_known(("cut", self.num_grad_buffers), lambda: least._buffers_on_device(piece=0))
-
-    def _count_always_on_device(self) -> float:
-        model, cut = self.job.model, self.job.cut
-        piece = max((model.layers[block - 1].largest_param_numel for block in self.streamed_layers), default=0)
-        if self.streams_ends:
-            piece = max(piece, model.embedding.numel, model.head.numel)
-        peak = max(block.peak_nbytes for block in model.blocks)
-        return self._buffers_on_device(piece=piece if cut is None else min(piece, cut)) + peak
-
-    def _buffers_on_device(self, *, piece: int) -> float:
-        """Returns the bytes of the device's buffers. `piece`: elements of the largest piece."""
-        job, model = self.job, self.job.model
-        numels = [block.numel for block in model.blocks]
-        resident = self.streamed_blocks  # streamed layers have no buffers of their own
-        of_params = param_buffer_numels(numels, ends_share=self._ends_share_params)
-        params = param_buffers(of_params, model.shared, resident=resident, num_ahead=job.num_prefetched)
-        num_waiting = self.num_grad_buffers + (1 if self.num_groups > 1 else 0)
-        elsewhere = {*resident, *self._overlaid_blocks} if self._is_in_pieces else ()
-        whole = {block: numel for block, numel in enumerate(numels) if block not in elsewhere}
-        grads = grad_buffers(whole, resident=(), num_waiting=num_waiting)
-        grads += lane_buffers(
-            numels, model.shared, grads, lanes=job.lanes, group_size=self.group_size, elsewhere=elsewhere
-        )
-        param_numel = sum(numel * count for numel, count in params.items()) + NUM_PIECE_BUFFERS * piece
-        grad_numel = sum(numel * count for numel, count in grads.items())
-        overlay = self._overlay_nbytes(piece) if self._is_in_pieces else 0
-        return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay
-
-    @property
-    def _overlaid_blocks(self) -> tuple[int, ...]:
-        """The blocks whose gradients lie in the memory of gradients in pieces: see `Plan.grad_overlaid_blocks`."""
-        return self._own_ends if self._is_in_pieces and not self.streams_ends else ()
-
-    @property
-    def _ends_share_params(self) -> bool:
-        """See `Plan.ends_share_params`."""
-        return len(self._overlaid_blocks) == 2 and not self.job.model.shared_blocks
-
-    def _overlay_nbytes(self, piece: int) -> int:
-        """Returns the bytes of that memory. `piece`: elements of the largest one."""
-        job, layer = self.job, self.streamed_layers[0]
-        users = grad_overlay_of_job(
-            [piece if block == layer else profile.numel for block, profile in enumerate(job.model.blocks)],
-            {layer: (0, piece)},
-            self._overlaid_blocks,
-            itemsize=job.grad_itemsize,
-            summed_in_fp32=job.model.shared_blocks,
-            is_summed=job.num_microbatches > 1,
-            has_lanes=job.lanes.num_lanes > 1,
-        )
-        return overlay_nbytes([numel * itemsize for numel, itemsize in buffers] for buffers in users.values())
-
-    def compute_s(self, block: BlockProfile) -> tuple[float, float]:
-        """Returns seconds of one micro-batch: forward, and backward without recomputation."""
-        forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
-        return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
-
-    def adding_lanes_s(self, block: int) -> float:
-        """Returns the seconds of a step in which the lanes of one use of a block are added."""
-        return (self.job.lanes.num_lanes - 1) * self.job.model.blocks[block].numel / self.speeds.device_added_params
-
-    def norms_s(self, block: int) -> float:
-        """Returns the seconds of a step for the norms of a gradient's chunks. With one lane, backward includes them."""
-        profile = self.job.model.blocks[block]
-        if self.job.lanes.num_lanes == 1:
-            return 0.0
-        return profile.numel / self.speeds.device_squared_params if profile.norms_s is None else profile.norms_s
-
-    def backward_s(self, layer: LayerProfile, way: ActivationOption) -> float:
-        """Returns seconds of one micro-batch's backward pass, with recomputation."""
-        return self.compute_s(layer)[1] + self.again_s(layer, way)
-
-    def again_s(self, layer: LayerProfile, way: ActivationOption) -> float:
-        """Returns the additional seconds of one micro-batch that recomputation takes."""
-        times, choice = layer.again, way.choice
-        if times is None:
-            return self.compute_s(layer)[0] * self._roofline_s(way.again) / self._roofline_s(layer.work)
-        if not choice.recompute:
-            return 0.0
-        if not choice.kept and not choice.swapped:
-            return times.all_s
-        one, most = (self._roofline_s(end.again) for end in holding_ways(layer))
-        share = (self._roofline_s(way.again) - most) / (one - most) if one > most else 0.0
-        return times.most_held_s + share * (times.one_held_s - times.most_held_s)
-
-    def _roofline_s(self, work: Work) -> float:
-        """Returns seconds for the FLOPs of matrix products, and for writing and reading all outputs."""
-        moved_nbytes = 2 * self.job.model.size_share * work.nbytes
-        return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
 
     def _overflow(self) -> Overflow:
         # The program moves the activations of all GPU workers, which are those of the rounds in flight.
@@ -907,7 +460,7 @@ class StepCosts:
     @property
     def _waits_for_copies(self) -> bool:
         """True if the backward pass waits while a gradient is copied out."""
-        return self.num_grad_buffers == 1 and not self._is_in_pieces
+        return self.num_grad_buffers == 1 and not self.is_in_pieces
 
     @property
     def _waiting(self) -> WaitingUpdates | None:
@@ -939,11 +492,3 @@ class StepCosts:
             Part.SSD_UPDATE: self.speeds.num_ssds / num_slots,
             Part.OPTIMIZER: self.job.num_optimizers / num_slots,
         }
-
-
-def _known(known: dict[object, Any], key: object, compute: Callable[[], _Any]) -> _Any:
-    """Returns a value that is computed once."""
-    if key not in known:
-        known[key] = compute()
-    value: _Any = known[key]
-    return value

@@ -25,6 +25,9 @@ from windlass.service.api.pagination import Deleted as Deleted
 from windlass.service.api.pagination import Identified as Identified
 from windlass.service.api.pagination import ListOf as ListOf
 from windlass.service.api.pagination import PageOf as PageOf
+from windlass.service.api.plan_run import POLL_S as POLL_S
+from windlass.service.api.plan_run import PlanRun as PlanRun
 from windlass.service.api.uploads import check_content as check_content
 from windlass.service.api.uploads import check_name as check_name
+from windlass.service.http.errors import error_body as error_body
 from windlass.service.http.errors import error_response as error_response

@@ -97,6 +97,7 @@ def create_app(
         prometheus.router,
         storage.router,
         boxes.router,
+        boxes.machines_router,
         webhooks.router,
         audit.router,
         login.router,

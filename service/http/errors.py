@@ -28,10 +28,15 @@ _HTTP_CODES = {
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Makes the error envelope. Illegal changes answer 400 and not 409, because clients retry after 409."""
+    """Makes the answer to a failure. Illegal changes answer 400 and not 409, because clients retry after 409."""
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Makes the error envelope."""
     param = error.param and _encodable(error.param)
     body = {"message": _encodable(error.message), "type": error.kind, "param": param, "code": error.code}
-    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+    return {"error": body}
 
 
 def _encodable(text: str) -> str:

@@ -4,9 +4,6 @@ from windlass.service.validation.database_errors import report_database_errors a
 from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEFAULT_CLIP_NORM
 from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as DEFAULT_LEARNING_RATE
 from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
-from windlass.service.validation.hyperparameters import MAX_BOXES as MAX_BOXES
-from windlass.service.validation.hyperparameters import Boxes as Boxes
-from windlass.service.validation.hyperparameters import GpuNumber as GpuNumber
 from windlass.service.validation.hyperparameters import JobSettings as JobSettings
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters
 from windlass.service.validation.hyperparameters import TooFewMicrobatchesError as TooFewMicrobatchesError
@@ -36,6 +33,9 @@ from windlass.service.validation.reported_error import ReportedError as Reported
 from windlass.service.validation.request_errors import ApiError as ApiError
 from windlass.service.validation.request_errors import describe_value as describe_value
 from windlass.service.validation.request_errors import plain_reason as plain_reason
+from windlass.service.validation.setting_values import MAX_BOXES as MAX_BOXES
+from windlass.service.validation.setting_values import Boxes as Boxes
+from windlass.service.validation.setting_values import GpuNumber as GpuNumber
 from windlass.service.validation.text import check_storable as check_storable
 from windlass.service.validation.text import count_text as count_text
 from windlass.service.validation.text import told_jobs as told_jobs

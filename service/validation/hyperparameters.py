@@ -6,7 +6,6 @@ learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -35,6 +34,18 @@ from windlass.engine.training_config import (
     check_update_order,
 )
 from windlass.service.validation.json_numbers import JsonNumbers
+from windlass.service.validation.setting_values import (
+    MAX_GPUS,
+    MOST_CUT_NUMEL,
+    Boxes,
+    GpuNumber,
+    auto_or_int,
+    auto_or_number,
+    auto_or_order,
+    auto_or_positive,
+    cut_of_matrices,
+    described_as,
+)
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 DEFAULT_EPOCHS = 3
@@ -49,104 +60,10 @@ DEFAULT_LEARNING_RATE: float = _DEFAULTS["learning_rate"]
 DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
 _MAX_BATCH_SIZE = 4096
-MAX_GPUS = 16  # of one box
-MAX_BOXES = 16  # of one job
-_MOST_CUT_NUMEL = 2**40
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
 
-
-def _auto_or_int(low: int, high: int) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
-            return value
-        raise ValueError(f'must be "auto" or a whole number from {low} to {high}')
-
-    return check
-
-
-def _described_as(number: dict[str, Any]) -> WithJsonSchema:
-    """Returns the description of a field that takes "auto" or a number."""
-    return WithJsonSchema({"anyOf": [{"const": "auto", "type": "string"}, number]})
-
-
-def _auto_or_positive(value: Any) -> Any:
-    if value == "auto":
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000:
-        return float(value)
-    raise ValueError('must be "auto" or a number above 0, at most 1000')
-
-
-def _auto_or_number(low: int, high: int) -> Callable[[Any], Any]:
-    """Returns a check that takes "auto" and null as one."""
-    check = _auto_or_int(low, high)
-
-    def check_or_null(value: Any) -> Any:
-        return None if value in (None, "auto") else check(value)
-
-    return check_or_null
-
-
-def _cut_of_matrices(value: Any) -> Any:
-    if value in ("auto", "off"):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and LEAST_CUT_NUMEL <= value <= _MOST_CUT_NUMEL:
-        return value
-    raise ValueError(f'must be "auto", "off" or a whole number of elements from {LEAST_CUT_NUMEL} to {_MOST_CUT_NUMEL}')
-
-
-def _auto_or_order(value: Any) -> Any:
-    if value == "auto":
-        return value
-    if value in list(UpdateOrder):
-        return UpdateOrder(value)
-    raise ValueError(f"must be one of {', '.join(('auto', *UpdateOrder))}")
-
-
-GpuNumber = Annotated[
-    int | Literal["auto"],
-    PlainValidator(_auto_or_int(1, MAX_GPUS)),
-    _described_as({"type": "integer", "minimum": 1, "maximum": MAX_GPUS}),
-]
-
-
-def _check_boxes(value: Any) -> Any:
-    """Returns a number of boxes, or their names. One box is what a job is to go on on, in place of several."""
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_BOXES:
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(name, str) and 1 <= len(name) <= 64 for name in value):
-        if not 1 <= len(value) <= MAX_BOXES:
-            raise ValueError(f"must name 1 to {MAX_BOXES} boxes")
-        if len(set(value)) < len(value):
-            raise ValueError("must name each box once")
-        return list(value)
-    raise ValueError(f"must be a number of boxes from 1 to {MAX_BOXES}, or a list of their names")
-
-
-# A number of boxes, or their names; null: none.
-Boxes = Annotated[
-    int | list[str] | None,
-    PlainValidator(_check_boxes),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": MAX_BOXES},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": 64},
-                    "minItems": 1,
-                    "maxItems": MAX_BOXES,
-                    "uniqueItems": True,
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
 
 # In JSON a word is a string, which is no member of an enum to strict validation.
 _WORD = Field(strict=False)
@@ -161,18 +78,18 @@ class SupervisedHyperparameters(_Strict):
 
     n_epochs: Annotated[
         int | Literal["auto"],
-        PlainValidator(_auto_or_int(1, 1000)),
-        _described_as({"type": "integer", "minimum": 1, "maximum": 1000}),
+        PlainValidator(auto_or_int(1, 1000)),
+        described_as({"type": "integer", "minimum": 1, "maximum": 1000}),
     ] = "auto"
     batch_size: Annotated[
         int | Literal["auto"],
-        PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE)),
-        _described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+        PlainValidator(auto_or_int(1, _MAX_BATCH_SIZE)),
+        described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
     ] = "auto"
     learning_rate_multiplier: Annotated[
         float | Literal["auto"],
-        PlainValidator(_auto_or_positive),
-        _described_as({"type": "number", "exclusiveMinimum": 0, "maximum": 1000}),
+        PlainValidator(auto_or_positive),
+        described_as({"type": "number", "exclusiveMinimum": 0, "maximum": 1000}),
     ] = "auto"
 
 
@@ -198,7 +115,7 @@ class WindlassSettings(_Strict):
     # "auto" is null in a job's row, too, as it is in those of older versions.
     num_microbatches: Annotated[
         int | None,
-        PlainValidator(_auto_or_number(1, _MAX_BATCH_SIZE)),
+        PlainValidator(auto_or_number(1, _MAX_BATCH_SIZE)),
         WithJsonSchema(
             {
                 "anyOf": [
@@ -226,18 +143,18 @@ class WindlassSettings(_Strict):
     accumulation_precision: Annotated[Precision, _WORD] = _DEFAULTS["accumulation_precision"]
     gradient_updates: Annotated[
         UpdateOrder | Literal["auto"],
-        BeforeValidator(_auto_or_order),
+        BeforeValidator(auto_or_order),
         WithJsonSchema({"enum": ["auto", *UpdateOrder]}),
     ] = "auto"
     # "auto": as the job's plan says. Else the most elements of a part of a matrix, or "off": no matrix is cut.
     cut_matrices: Annotated[
         int | Literal["auto", "off"],
-        PlainValidator(_cut_of_matrices),
+        PlainValidator(cut_of_matrices),
         WithJsonSchema(
             {
                 "anyOf": [
                     {"enum": ["auto", "off"], "type": "string"},
-                    {"type": "integer", "minimum": LEAST_CUT_NUMEL, "maximum": _MOST_CUT_NUMEL},
+                    {"type": "integer", "minimum": LEAST_CUT_NUMEL, "maximum": MOST_CUT_NUMEL},
                 ]
             }
         ),
@@ -245,8 +162,8 @@ class WindlassSettings(_Strict):
     # Checked against what stands above it.
     lanes: Annotated[
         int | Literal["auto"],
-        PlainValidator(_auto_or_int(1, _MAX_BATCH_SIZE)),
-        _described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+        PlainValidator(auto_or_int(1, _MAX_BATCH_SIZE)),
+        described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
     ] = "auto"
     max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
     model_kernels: Literal["auto", "torch"] = "auto"

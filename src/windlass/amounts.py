@@ -1,4 +1,4 @@
-"""Formats amounts of memory for errors, events and tables, so that all of them look alike."""
+"""Formats amounts of memory, and other numbers, for errors, events and tables, so that all of them look alike."""
 
 import math
 from collections.abc import Mapping
@@ -47,3 +47,9 @@ def least_gib(nbytes: float) -> str:
     scale = 10**num_decimals
     told = f"{math.ceil(gib * scale) / scale:.{num_decimals}f}"
     return told.rstrip("0").rstrip(".") if num_decimals else told
+
+
+def number_text(value: float, num_digits: int = 3) -> str:
+    """Formats a number with so many significant digits, large ones without an exponent: "17.6", "1540"."""
+    told = f"{value:.{num_digits}g}"
+    return f"{float(told):.0f}" if "e+" in told else told

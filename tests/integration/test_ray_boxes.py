@@ -13,12 +13,11 @@ import pytest
 from tests.integration.test_ray_training import Driver, num_steps, wait_for
 from tests.pretend_gpus import pretend_gpus, visible_gpus
 from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on
+from tests.support.actors.stage_runs import STAGES, run
+from tests.support.actors.whole_jobs import Run, grouped, job
 from tests.support.storage.links import SECRET, Authority, quick
 from tests.support.training import boxes_of, journal_of, leftovers_of
-from tests.unit.actors.parity.test_linked_stages import NAMES
-from tests.unit.actors.parity.test_local_groups import Run, grouped
-from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, run
+from tests.unit.actors.parity.boxes.test_linked_stages import NAMES
 from windlass.actors.job.journal import JournalRecord
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.runtime.boxes import LinkConfig

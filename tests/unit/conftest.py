@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.postgresql import PostgresServer
-from windlass.engine.memory_plan import plan
+from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.storage.sql.database import Database, migrate
 
 
@@ -42,5 +42,5 @@ def database(database_url: str) -> Iterator[Database]:
 @pytest.fixture
 def small_activation_slots(monkeypatch: pytest.MonkeyPatch) -> int:
     """Makes activation slots as small as the models of tests. Returns the bytes of a slot."""
-    monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)
+    monkeypatch.setattr(arena_layout, "ACTIVATION_SLOT_NBYTES", 4096)
     return 4096

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.amounts import GIB, bytes_text, describe_largest, least_gib, least_text
+from windlass.amounts import GIB, bytes_text, describe_largest, least_gib, least_text, number_text
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("actors", "engine", "planner", "service", "storage")
@@ -94,3 +94,10 @@ def test_a_raw_number_of_bytes_is_found(tmp_path: Path) -> None:
 )
 def test_amount_that_is_enough_is_rounded_up(nbytes: float, expected: str) -> None:
     assert least_text(nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(17.64, "17.6"), (1543.2, "1540"), (0.5, "0.5"), (1.5e-5, "1.5e-05"), (0.0, "0")]
+)
+def test_large_numbers_have_no_exponent(value: float, text: str) -> None:
+    assert number_text(value) == text

@@ -153,7 +153,11 @@ def test_rooms_are_small_enough_to_overlook() -> None:
     "modules",
     [
         ("windlass.actors.ssd.server", "windlass.actors.scheduler.scheduler", "windlass.storage.store.tensor_store"),
-        ("windlass.actors.policy.scheduler_core", "windlass.engine.memory_plan.plan", "windlass.engine.model.layout"),
+        (
+            "windlass.actors.policy.scheduler_core",
+            "windlass.engine.memory_plan.arena.layout",
+            "windlass.engine.model.layout",
+        ),
         ("windlass.planner.simulation.simulate",),
     ],
     ids=["actors", "policy", "simulation"],

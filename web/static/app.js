@@ -1,10 +1,12 @@
 // The dashboard: reads the jobs once, then follows one stream of events for as long as the page is open.
 
 import * as api from "./support/api.js";
+import { curl, jsonBody } from "./support/commands.js";
 import { Boxes } from "./views/boxes.js";
 import { Detail, timesOf } from "./views/detail.js";
 import { byId, installCopyButtons, setBadge, setOptional, setText } from "./support/dom.js";
 import * as format from "./support/format.js";
+import { PlanPage } from "./views/plan_page.js";
 import { Jobs, TERMINAL, boxesOf, missingFrom, nameOf, progressOf, reasonOf } from "./views/jobs.js";
 
 const PAGE_SIZE = 50;
@@ -15,9 +17,11 @@ const LOOK_MS = 5000; // for changes without an event: deleted jobs, and jobs th
 const BOXES_MS = 2000; // between readings of the boxes while their page is shown
 const ROUTE = /^#\/jobs\/([^/]+)$/;
 const BOXES_ROUTE = "#/boxes";
+const PLAN_ROUTE = "#/plan"; // a query follows: the settings
 
 const jobs = new Jobs();
 const boxes = new Boxes();
+const planPage = new PlanPage(PLAN_ROUTE);
 const detail = new Detail(jobs, () => boxes.areSeveral);
 const wide = matchMedia("(min-width: 900px)");
 const items = new Map(); // job id: its element in the list
@@ -121,6 +125,8 @@ function setConnection(state) {
 // --- the selected job, or the boxes ---
 
 const isBoxesPage = () => location.hash === BOXES_ROUTE;
+const isPlanPage = () => location.hash.split("?")[0] === PLAN_ROUTE;
+const isJobsPage = () => !isBoxesPage() && !isPlanPage();
 
 function selectedId() {
   const match = ROUTE.exec(location.hash);
@@ -129,7 +135,7 @@ function selectedId() {
 
 /** On a wide screen without a selection, selects a running job, else the newest. Returns whether it selected one. */
 function selectSomething() {
-  if (!wide.matches || selectedId() !== null || isBoxesPage()) return false;
+  if (!wide.matches || selectedId() !== null || !isJobsPage()) return false;
   const entries = jobs.list();
   const entry = entries.find(({ job }) => job.status === "running") ?? entries[0];
   if (entry) history.replaceState(null, "", `#/jobs/${encodeURIComponent(entry.job.id)}`);
@@ -155,18 +161,20 @@ function render() {
   renderTimer = null;
   if (!hasStarted) return;
   const entries = jobs.list();
-  const showsBoxes = isBoxesPage();
+  const showsJobs = isJobsPage();
   const isEmpty = entries.length === 0 && selectedId() === null;
-  byId("empty").hidden = !isEmpty || showsBoxes;
-  byId("board").hidden = isEmpty || showsBoxes;
-  boxes.show(showsBoxes);
-  setCurrent(byId("to-jobs"), !showsBoxes);
-  setCurrent(byId("to-boxes"), showsBoxes);
+  byId("empty").hidden = !isEmpty || !showsJobs;
+  byId("board").hidden = isEmpty || !showsJobs;
+  boxes.show(isBoxesPage());
+  planPage.show(isPlanPage());
+  setCurrent(byId("to-jobs"), showsJobs);
+  setCurrent(byId("to-boxes"), isBoxesPage());
+  setCurrent(byId("to-plan"), isPlanPage());
   byId("older").hidden = !jobs.hasOlder;
   document.body.dataset.view = selectedId() === null ? "list" : "detail";
   renderList(entries);
   detail.render();
-  document.title = showsBoxes ? "Boxes · windlass" : titleOf(jobs.get(selectedId()));
+  document.title = showsJobs ? titleOf(jobs.get(selectedId())) : `${isBoxesPage() ? "Boxes" : "Plan"} · windlass`;
 }
 
 function setCurrent(link, isCurrent) {
@@ -293,18 +301,12 @@ async function pauseOrResume() {
 
 function skipToDetail(event) {
   event.preventDefault(); // the address must keep naming the selected job
-  byId(isBoxesPage() ? "boxes" : "detail").focus();
+  byId(isBoxesPage() ? "boxes" : isPlanPage() ? "planner" : "detail").focus();
 }
 
-const keyHeader = "needsKey" in document.body.dataset ? [`  -H "Authorization: Bearer $WINDLASS_API_KEY" \\`] : [];
 byId("empty-curl").textContent = [
-  `curl ${location.origin}/v1/files \\`,
-  ...keyHeader,
-  "  -F purpose=fine-tune -F file=@train.jsonl",
-  `curl ${location.origin}/v1/fine_tuning/jobs \\`,
-  ...keyHeader,
-  "  -H 'Content-Type: application/json' \\",
-  `  -d '{"model": "MODEL", "training_file": "FILE_ID"}'`,
+  curl("/v1/files", "-F purpose=fine-tune -F file=@train.jsonl"),
+  curl("/v1/fine_tuning/jobs", ...jsonBody('{"model": "MODEL", "training_file": "FILE_ID"}')),
 ].join("\n");
 installCopyButtons();
 byId("older").addEventListener("click", showOlder);

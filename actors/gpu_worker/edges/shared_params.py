@@ -13,23 +13,14 @@ the others, too. Its slot is free when all have copied it.
 
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
+from windlass.actors.gpu_worker.edges.inbox import Inbox
 from windlass.actors.job import JobContext, link_name
-from windlass.actors.messages import (
-    ComputeBlock,
-    Crossing,
-    Message,
-    OfferSpan,
-    OfferTaken,
-    Phase,
-    PullSpan,
-    SpanPulled,
-)
+from windlass.actors.messages import ComputeBlock, Crossing, Message, OfferSpan, OfferTaken, Phase, SpanPulled
 from windlass.actors.worker_policy import params_version
 from windlass.amounts import bytes_text
 from windlass.engine.device import TORCH_DTYPE, Device, DeviceBuffers, Event, Stream, TensorArena, copy
@@ -55,12 +46,9 @@ class _Outgoing:
 class _Incoming:
     """The chunks that come from the other box that uses the params."""
 
-    box: int  # index of the other one
+    inbox: Inbox  # a chunk is in `pulled` until it is copied to all devices
     pulls: bool  # False: the box's first GPU worker pulls them, and offers them to this one
-    inbox: list[Span]  # free slots
-    expected: deque[Crossing] = field(default_factory=deque)  # not requested yet, in order
     expected_version: int | None = None  # the version of the last ones that were expected
-    pulled: dict[Crossing, Span] = field(default_factory=dict)  # requested, and not copied to all devices yet
     num_copying: dict[Crossing, int] = field(default_factory=dict)  # GPU workers that have not copied what is there
     flat: torch.Tensor  # on the device
     num_missing: int  # of its chunks
@@ -117,9 +105,8 @@ class SharedParams:
         numel, what = self._chunks[-1][1], "gradients" if self._lends else "params"
         flats = DeviceBuffers(self._device, {(numel, dtype): 1}, name=what)
         return _Incoming(
-            box=box,
+            inbox=Inbox(box, pool.spans),
             pulls=pulls,
-            inbox=pool.spans,
             flat=flats.take(numel, dtype, self._device.h2d),
             num_missing=len(self._chunks),
         )
@@ -139,7 +126,7 @@ class SharedParams:
 
     def source_of(self, operation: ComputeBlock) -> int | None:
         """Returns the box whose params or sum an operation takes; None if it takes none."""
-        return self._incoming.box if self._incoming is not None and self.takes(operation) else None
+        return self._incoming.inbox.box if self._incoming is not None and self.takes(operation) else None
 
     def expect(self, operation: ComputeBlock) -> None:
         """Queues the pulls of what comes, at the first operation of a version.
@@ -155,7 +142,7 @@ class SharedParams:
         crossing = self._params_crossing(operation) if self._borrows else self._sum_crossing(operation)
         with self._changed:
             incoming.expected_version = version
-            incoming.expected.extend(crossing._replace(part=chunk) for chunk in range(len(self._chunks)))
+            incoming.inbox.expected.extend(crossing._replace(part=chunk) for chunk in range(len(self._chunks)))
             self._pull(incoming)
 
     def wait_for(self, operation: ComputeBlock) -> None:
@@ -167,7 +154,7 @@ class SharedParams:
         if (incoming := self._incoming) is None or not self.takes(operation):
             return
         what = "the embedding's params" if self._borrows else "the head's gradient of the embedding"
-        source = self._name_of_box(incoming.box)
+        source = self._name_of_box(incoming.inbox.box)
         cause = "that box or the link to it" if incoming.pulls else f"that box, the link to it or {self._workers[0]}"
         stuck = f"{what} from {source} in step {operation.step}; {cause} is stuck"
         with self._changed:
@@ -243,12 +230,7 @@ class SharedParams:
 
     def _pull(self, incoming: _Incoming) -> None:
         """Requests as many of the next chunks as there are slots. The caller holds the lock."""
-        while incoming.inbox and incoming.expected:
-            crossing, slot = incoming.expected.popleft(), incoming.inbox.pop()
-            incoming.pulled[crossing] = slot
-            message = PullSpan(
-                job=self._job, step=crossing.step, reply_to=self._name, box=incoming.box, crossing=crossing, span=slot
-            )
+        for message in incoming.inbox.pulls(self._job, self._name):
             self._send(self._link, message)
 
     def _arrived(self, incoming: _Incoming, message: SpanPulled) -> None:
@@ -256,14 +238,14 @@ class SharedParams:
         crossing, (start, stop) = message.crossing, self._chunks[message.crossing.part]
         nbytes = (stop - start) * incoming.flat.itemsize
         if message.nbytes != nbytes:
-            source = self._name_of_box(incoming.box)
+            source = self._name_of_box(incoming.inbox.box)
             raise ValueError(
                 f"chunk {crossing.part} of the embedding from {source} is {bytes_text(message.nbytes)} and not "
                 f"{bytes_text(nbytes)}: the boxes have other models or settings"
             )
         others = [worker for worker in self._workers if self._borrows and worker != self._name]
         with self._changed:
-            span = Span(incoming.pulled[crossing].offset, nbytes)
+            span = Span(incoming.inbox.pulled[crossing].offset, nbytes)
             incoming.num_copying[crossing] = 1 + len(others)
         for worker in others:
             self._send(worker, self._offer_of(crossing, span, self._box))
@@ -289,7 +271,7 @@ class SharedParams:
             incoming.num_copying[crossing] -= 1
             if not incoming.num_copying[crossing]:
                 del incoming.num_copying[crossing]
-                incoming.inbox.append(incoming.pulled.pop(crossing))
+                incoming.inbox.free.append(incoming.inbox.pulled.pop(crossing))
                 self._pull(incoming)
 
     def _send_chunks(self, outgoing: _Outgoing, stream: Stream, crossing: Crossing, flat: torch.Tensor) -> None:

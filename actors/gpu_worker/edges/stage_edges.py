@@ -6,15 +6,14 @@ operations. What goes is offered until the other box has pulled it. So a box tha
 
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
+from windlass.actors.gpu_worker.edges.inbox import Inbox
 from windlass.actors.job import JobContext, link_name
 from windlass.actors.lifecycle import working_at
-from windlass.actors.messages import ComputeBlock, Crossing, Message, OfferSpan, OfferTaken, PullSpan, SpanPulled
+from windlass.actors.messages import ComputeBlock, Crossing, Message, OfferSpan, OfferTaken, SpanPulled
 from windlass.amounts import bytes_text
 from windlass.engine.device import TORCH_DTYPE, Device, TensorArena, copy
 from windlass.engine.memory_plan import Pool
@@ -24,16 +23,6 @@ from windlass.storage.memory import SlotPool
 
 # Examples and tokens of each of an operation's micro-batches.
 Shapes = Sequence[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """The slots for what one other box sends."""
-
-    box: int
-    free: list[Span]
-    expected: deque[Crossing] = field(default_factory=deque)  # not requested yet, in the order of operations
-    pulled: dict[Crossing, Span] = field(default_factory=dict)  # requested, and perhaps there
 
 
 class StageEdges:
@@ -62,10 +51,10 @@ class StageEdges:
         self._box, pools = context.spec.box, context.crossing_pools(rank)
         neighbours = [box for box in (self._box - 1, self._box + 1) if 0 <= box < len(context.spec.stages)]
         self._outboxes: dict[int, SlotPool] = {}
-        self._inboxes: dict[int, _Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         for neighbour, outgoing, incoming in zip(neighbours, pools[::2], pools[1::2], strict=True):
             self._outboxes[neighbour] = self._slots(outgoing, neighbour)
-            self._inboxes[neighbour] = _Inbox(neighbour, incoming.spans)
+            self._inboxes[neighbour] = Inbox(neighbour, incoming.spans)
 
     def _slots(self, pool: Pool, box: int) -> SlotPool:
         name = f"slots of hidden states that {self._name_of_box(box)} has not taken"
@@ -103,7 +92,7 @@ class StageEdges:
         ]
 
     def _receive(
-        self, operation: ComputeBlock, inbox: _Inbox, crossing: Crossing, shape: tuple[int, int]
+        self, operation: ComputeBlock, inbox: Inbox, crossing: Crossing, shape: tuple[int, int]
     ) -> torch.Tensor:
         what = (
             f"the results of {self._name_of_box(inbox.box)} for the {crossing.phase} of block {crossing.block} in step "
@@ -128,19 +117,14 @@ class StageEdges:
         h2d.then(working_at(operation, functools.partial(self._release, inbox, slot)))
         return hidden.view(full)
 
-    def _release(self, inbox: _Inbox, slot: Span) -> None:
+    def _release(self, inbox: Inbox, slot: Span) -> None:
         with self._changed:
             inbox.free.append(slot)
             self._pull(inbox)
 
-    def _pull(self, inbox: _Inbox) -> None:
+    def _pull(self, inbox: Inbox) -> None:
         """Requests as many of the next results as there are slots. The caller holds the lock."""
-        while inbox.free and inbox.expected:
-            crossing, slot = inbox.expected.popleft(), inbox.free.pop()
-            inbox.pulled[crossing] = slot
-            message = PullSpan(
-                job=self._job, step=crossing.step, reply_to=self._name, box=inbox.box, crossing=crossing, span=slot
-            )
+        for message in inbox.pulls(self._job, self._name):
             self._send(self._link, message)
 
     # --- what goes --------------------------------------------------------------------------------------------------

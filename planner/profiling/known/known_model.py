@@ -19,7 +19,7 @@ Sizes of the head's loops:
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -133,6 +133,11 @@ def _known_family(name: str) -> dict[str, Any]:
 @functools.cache
 def _formula(text: str) -> Formula:
     return Formula.parse(text)
+
+
+def _sizes_of(dims: Sequence[str]) -> str:
+    """Returns the letters of the sizes that multiply to a matrix's elements, as in a formula's term."""
+    return "".join(sorted("".join(name for dim in dims for name, _ in _formula(dim).terms)))
 
 
 def family_of(shape: "ModelShape") -> str:
@@ -339,13 +344,12 @@ class KnownModel:
             num_tokens = passes.num_examples * passes.num_tokens
             # Of each token the rows of as many parts, and its place in a part.
             rows_nbytes = min(len(parts), _NUM_ROWS) * output_nbytes + _PLACE_NBYTES * num_tokens
-            vocabulary = "".join(sorted("HV"))
             of_part = max(parts) * self.precision.itemsize + _MORE_NBYTES * num_tokens
-            peaks = [
-                _formula(nbytes).without_term(vocabulary).value(sizes)
-                + (of_part if vocabulary in dict(_formula(nbytes).terms) else 0)
-                for nbytes in backward
-            ]
+            peaks = []
+            for formula in map(_formula, backward):
+                # At most one matrix has its gradient, in place of which there is that of a part.
+                cut = self._cut_matrix_in(formula, passes.cut_matrices)
+                peaks.append(formula.value(sizes) if cut is None else formula.without_term(cut).value(sizes) + of_part)
             before_nbytes = forward_nbytes if len(self.layout.blocks[0].params) > 1 else 0  # of another matrix
             forward_nbytes = max(forward_nbytes, before_nbytes + rows_nbytes)
             backward_nbytes = max(before_nbytes + rows_nbytes, *peaks) if peaks else 0
@@ -365,6 +369,14 @@ class KnownModel:
         """Returns the elements of each part of the matrices of embedding or head that are cut."""
         params = self.layout.blocks[block].params
         return [numel for param in params if param.is_cut(cut_matrices) for *_, numel in param.parts(cut_matrices)]
+
+    def _cut_matrix_in(self, peak: Formula, cut_matrices: int | None) -> str | None:
+        """Returns the sizes of the embedding's cut matrix whose elements a peak has; None: it has none."""
+        listed = self.outer["blocks"][0]["params"]
+        for param, (_, dims, *_) in zip(self.layout.blocks[0].params, listed, strict=True):
+            if param.is_cut(cut_matrices) and (sizes := _sizes_of(dims)) in dict(peak.terms):
+                return sizes
+        return None
 
     def _with_parts(self, peak: Formula, sizes: Sizes, cut_matrices: int | None) -> int:
         """Returns the bytes of a layer's peak, at most.
@@ -388,7 +400,7 @@ class KnownModel:
             of_layer = self.outer["blocks"][1]["params"]
             for param, (_, dims, *_) in zip(self.layout.blocks[1].params, of_layer, strict=True):
                 if param.is_divisible:
-                    monomial = "".join(sorted("".join(name for dim in dims for name, _ in _formula(dim).terms)))
+                    monomial = _sizes_of(dims)
                     largest = max(numel for *_, numel in param.parts(cut_matrices))
                     found[monomial] = max(found.get(monomial, 0), largest)
         return self._parts[cut_matrices]
@@ -405,7 +417,8 @@ class KnownModel:
         )
         # The gradient of the hidden state exists for all tokens, not only for the measured slices.
         num_more = passes.num_examples * passes.num_tokens - sizes["W"] if passes.train else 0
-        largest = max(self._cut_parts(-1, passes.cut_matrices), default=0)
+        # A tied head has the embedding's matrix.
+        largest = max(self._cut_parts(0 if self.outer["tied"] else -1, passes.cut_matrices), default=0)
         return peak + (num_more * self.hidden_size + _NUM_PARTS * largest) * self.precision.itemsize
 
     def head_loops(self, passes: Passes) -> tuple[HeadLoops, dict[str, int]]:

@@ -48,15 +48,19 @@ class GradPieces:
         self._num_leaving: Counter[BlockIndex] = Counter()
         self._changed = Signal(gpu.world.clock)
 
-    def begin(self, operation: ComputeBlock, microbatch: int) -> None:
-        """Begins a micro-batch of a backward operation: sums of earlier ones come back."""
+    def begin(self, operation: ComputeBlock, microbatch: int, num_slices: int = 0) -> tuple[Future, ...]:
+        """Begins a micro-batch of a backward operation, or a slice of it: sums of earlier ones come back.
+
+        `num_slices`: those before this one. Returns what to wait for: nothing.
+        """
         number = operation.group * self.world.context.plan.group_size + microbatch
         self._is_lane_sum = self._lanes.lane_of(number) > 0 and not self._lanes.ends_lane(number)
-        if self._is_summed and (operation.group or microbatch):
+        if num_slices or (self._is_summed and (operation.group or microbatch)):
             pieces = list(itertools.pairwise(self._bounds[operation.block]))[::-1]
             self._sums[operation.block] = [self.world.clock.future() for _ in pieces]
             nbytes = [(stop - start) * self.world.grad_itemsize for start, stop in pieces]
-            self.world.clock.process(self._bring(operation, nbytes, self._sums[operation.block]))
+            self.world.clock.process(self._bring(operation, nbytes, tuple(self._sums[operation.block])))
+        return ()
 
     def leave(self, operation: ComputeBlock, piece: int) -> Process:
         """Adds to a piece and has it copied out. Waits for its buffer, or for its sum to be there."""
@@ -75,8 +79,8 @@ class GradPieces:
         leaving = self._num_leaving
         yield from self._changed.until(lambda: not (leaving.total() if block is None else leaving[block]))
 
-    def _bring(self, operation: ComputeBlock, nbytes: list[int], events: list[Future]) -> Process:
-        for piece_nbytes, event in zip(nbytes, tuple(events), strict=True):
+    def _bring(self, operation: ComputeBlock, nbytes: list[int], events: tuple[Future, ...]) -> Process:
+        for piece_nbytes, event in zip(nbytes, events, strict=True):
             yield from self._buffers.take()
             yield from self.gpu.copy_in(piece_nbytes, SpanKind.COPY_PARTIAL_IN, operation.step, operation.block)
             event.set_done()

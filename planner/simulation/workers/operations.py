@@ -18,9 +18,12 @@ from windlass.planner.simulation.workers.edges import SharedParams, StageEdges
 from windlass.planner.simulation.workers.grads import Grads
 from windlass.planner.simulation.workers.params import Fetch, ParamFeed
 from windlass.planner.simulation.workers.pieces import Pieces
+from windlass.storage.ids import BlockIndex
 
 # An action within a micro-batch: seconds since its beginning, and the action. It returns what to wait for.
 _Point = tuple[float, Callable[[], Process | tuple[Future, ...]]]
+
+_HEAD_FORWARD = 1 / 3  # share of a head's time in which it goes forward
 
 _HELD = "activations held"
 _RUNNING = "running operation"
@@ -58,10 +61,9 @@ class Operations:
 
     def begin_pieces(self, request: ParamRequest) -> None:
         """Queues the pieces of an operation on a streamed block."""
-        num_pieces = len(self._pieces.shares(request.block))
         operation = request.operation
         passes = self._passes(operation.phase, request.block, 1.0)
-        unit = [piece for is_back, _ in passes for piece in _in_order(num_pieces, is_back=is_back)]
+        unit = [piece for is_back, _ in passes for piece in self._pieces.order(request.block, is_back=is_back)]
         if unit:
             self._pieces.begin(request, unit * self.num_microbatches(operation.group))
 
@@ -183,9 +185,8 @@ class Operations:
         passed_s, back, spend = 0.0, list[Away](), self.world.spend
         passes = self._passes(operation.phase, operation.block, compute_s)
         points = self._points_of_pieces(operation, passes)
-        if operation.phase is Phase.BACKWARD and operation.block in self._grads.pieces.blocks:
-            self._grads.pieces.begin(operation, microbatch)
-            points += self._points_of_grads(operation, passes)
+        if _goes_backward(operation) and operation.block in self._grads.pieces.blocks:
+            points += self._points_of_grads(operation, microbatch, passes)
         if operation.phase is Phase.FORWARD:
             points += self._points_out(operation, microbatch, compute_s)
         elif operation.phase is Phase.BACKWARD:
@@ -208,6 +209,10 @@ class Operations:
 
     def _passes(self, phase: Phase, block: int, compute_s: float) -> list[tuple[bool, float]]:
         """Returns the passes of a micro-batch through a block: whether backward, and the seconds of each."""
+        if phase is Phase.HEAD and self._pieces.shares(BlockIndex(block)):
+            number = self.world.work.head_slices
+            slice_s = compute_s / number
+            return number * [(False, _HEAD_FORWARD * slice_s), (True, (1.0 - _HEAD_FORWARD) * slice_s)]
         if phase is not Phase.BACKWARD:
             return [(False, compute_s)]
         if not self._choice(block).recompute:
@@ -225,19 +230,30 @@ class Operations:
             return (self._pieces.hold(operation),)
 
         for is_back, seconds in passes:
-            for piece in _in_order(len(shares), is_back=is_back):
-                points.append((start_s, hold))
-                start_s += seconds * shares[piece]
+            at_s = start_s
+            for piece, _ in self._pieces.order(operation.block, is_back=is_back):
+                points.append((at_s, hold))
+                at_s += seconds * shares[piece]
+            start_s += seconds
         return points
 
-    def _points_of_grads(self, operation: ComputeBlock, passes: list[tuple[bool, float]]) -> list[_Point]:
-        """Returns the ends of the pieces' shares of the backward pass, which is the last one."""
-        shares = self._pieces.shares(operation.block)
-        points = list[_Point]()
-        end_s = sum(seconds for _, seconds in passes[:-1])
-        for piece in _in_order(len(shares), is_back=True):
-            end_s += passes[-1][1] * shares[piece]
-            points.append((end_s, functools.partial(self._grads.pieces.leave, operation, piece)))
+    def _points_of_grads(
+        self, operation: ComputeBlock, microbatch: int, passes: list[tuple[bool, float]]
+    ) -> list[_Point]:
+        """Returns the beginning of each slice of a micro-batch, and the ends of the pieces' shares of its last pass."""
+        pieces, shares = self._grads.pieces, self._pieces.shares(operation.block)
+        points, begin_s, at_s = list[_Point](), 0.0, 0.0
+        num_slices = 0
+        for is_back, seconds in passes:
+            if not is_back:
+                at_s += seconds
+                continue
+            begin = functools.partial(pieces.begin, operation, microbatch, num_slices)
+            points.append((begin_s, begin))
+            for piece in reversed(range(len(shares))):
+                at_s += seconds * shares[piece]
+                points.append((at_s, functools.partial(pieces.leave, operation, piece)))
+            begin_s, num_slices = at_s, num_slices + 1
         return points
 
     def _points_out(self, operation: ComputeBlock, microbatch: int, compute_s: float) -> list[_Point]:
@@ -275,7 +291,3 @@ class Operations:
 
 def _goes_backward(operation: ComputeBlock) -> bool:
     return operation.phase in (Phase.HEAD, Phase.BACKWARD)
-
-
-def _in_order(num_pieces: int, *, is_back: bool) -> range:
-    return range(num_pieces)[:: -1 if is_back else 1]

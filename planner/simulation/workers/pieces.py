@@ -18,11 +18,15 @@ from windlass.storage.ids import BlockIndex
 _PIECES = "pieces of params"
 
 
+# The index of a piece, and whether it is columns of a matrix that is cut. Those are copied anew.
+Piece = tuple[int, bool]
+
+
 @dataclass(slots=True, eq=False)
 class _Use:
     """One use of a piece in an operation."""
 
-    piece: int
+    piece: Piece
     copied: Future
     over: Future
     nbytes: int  # freed after this use
@@ -53,6 +57,12 @@ class Pieces:
             block: [(stop - start) / bounds[-1] for start, stop in itertools.pairwise(bounds) if bounds[-1]]
             for block, bounds in world.bounds.items()
         }
+        cut = world.context.spec.training.cut_matrices
+        self._have_columns = frozenset(
+            block
+            for block in world.bounds
+            if any(param.is_cut(cut) for param in world.context.layout.blocks[block].params)
+        )
         if world.bounds:
             piece_nbytes = largest_piece(list(world.bounds.values())) * world.param_itemsize
             gpu.allocate(_PIECES, NUM_PIECE_BUFFERS * piece_nbytes)
@@ -62,7 +72,18 @@ class Pieces:
         """Returns each piece's share of a pass through a block; empty if the block is not streamed."""
         return self._shares.get(block, [])
 
-    def begin(self, request: ParamRequest, order: Sequence[int]) -> None:
+    def order(self, block: BlockIndex, *, is_back: bool) -> list[Piece]:
+        """Returns the pieces that a pass through a block uses, in order.
+
+        The backward pass of an embedding uses no params.
+        """
+        number = len(self.shares(block))
+        if not is_back:
+            return [(piece, False) for piece in range(number)]
+        of_columns = block in self._have_columns
+        return [] if block == 0 else [(piece, of_columns) for piece in reversed(range(number))]
+
+    def begin(self, request: ParamRequest, order: Sequence[Piece]) -> None:
         """Plans the copies for an operation that will use pieces in this order."""
         bounds, clock, itemsize = self.world.bounds[request.block], self.world.clock, self.world.param_itemsize
         uses = self._uses[request.operation.op] = deque()
@@ -70,7 +91,8 @@ class Pieces:
         for piece in order:
             buffer = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
             loaded, last = lying.pop(buffer), self._last.pop(buffer)
-            nbytes = (bounds[piece + 1] - bounds[piece]) * itemsize
+            index, _ = piece
+            nbytes = (bounds[index + 1] - bounds[index]) * itemsize
             if loaded is not None and loaded.piece == piece:
                 use = _Use(piece, loaded.copied, Future(clock), nbytes)
                 loaded.nbytes = 0

@@ -447,6 +447,7 @@ class _Decomposition:
             for option in firsts:
                 takes = shares[:, option] > 0
                 most = np.floor((left[takes] / shares[takes, option, None]).min(axis=0, initial=np.inf) + PRECISION)
+                most = np.maximum(0.0, most)  # what is left may be a little less than nothing, by rounding
                 number = np.minimum(most, num_blocks).astype(np.int64) + 1
                 if (total := int(number.sum())) > most_listed:
                     raise _TooManyError

@@ -58,18 +58,19 @@ class Turnstile:
         self._lock = threading.Lock()
 
     @contextmanager
-    def entered(self, name: str) -> Iterator[None]:
+    def entered(self, name: str, *, waits: bool = True) -> Iterator[None]:
         """Holds a place while the `with` block runs.
 
         Raises:
-            BusyError: the name already has or awaits a place, or no place became free in time.
+            BusyError: the name already has or awaits a place, or no place became free in time, or with `waits` false,
+                at once.
         """
         with self._lock:
             if name in self._names:
                 raise BusyError("one of your requests is not done yet; wait for its answer")
             self._names.add(name)
         try:
-            if not self._free.acquire(timeout=self._wait_s):
+            if not (self._free.acquire(timeout=self._wait_s) if waits else self._free.acquire(blocking=False)):
                 raise BusyError("too many are running for other users; try again in a minute")
             try:
                 yield

@@ -1,21 +1,26 @@
 """Plans over HTTP: for a job that does not exist yet, and for an accepted job."""
 
-import contextlib
+import json
 import logging
-import tempfile
+import threading
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.sse import format_sse_event
 from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, StepSpans, held_steps, load_step, names_of_boxes, trace_of
 from windlass.planner.hardware import Hardware, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
-from windlass.service.api import CallerDep, Context, ContextDep, is_visible, model_hint
+from windlass.service.api import POLL_S, CallerDep, Context, ContextDep, PlanRun, error_body, is_visible, model_hint
 from windlass.service.api.middleware import BusyError
 from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
 from windlass.service.installation import Settings, check_is_here, node_of
@@ -30,14 +35,8 @@ from windlass.service.jobs import (
 )
 from windlass.service.machine import check_gpus, measured_hardware
 from windlass.service.preparation import (
-    PLAN_JOB,
-    Preparation,
-    PreparationError,
-    PreparationMemory,
-    StepFailedError,
     check_model,
     fit_sequence_length,
-    plan_step,
 )
 from windlass.service.validation import (
     ApiError,
@@ -51,10 +50,8 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01
-# How long a plan waits for memory that jobs and preparations hold.
-_WAIT_FOR_MEMORY_S = 60.0
-_MOST_OUTPUT_NBYTES = 4096  # bytes of a failed planner's output that are logged
+# How long a stream waits for the end of other plans, those of the same user among them. It holds no thread meanwhile.
+_WAIT_FOR_TURN_S = 60.0
 
 router = APIRouter(prefix="/v1/fine_tuning")
 
@@ -70,11 +67,16 @@ class CreatePlan(JsonNumbers):
     num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     windlass: WindlassSettings = WindlassSettings()
     what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
+    stream: bool = False  # answer with server-sent events: a first estimate by formulas, then the plan
 
 
 @router.post("/plans", response_model=PlanObject)
-def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dict[str, Any]:
-    """Plans a job without creating it. Nothing is stored."""
+def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> Any:
+    """Plans a job without creating it. Nothing is stored.
+
+    With `stream`, the answer is a stream of server-sent events. Those named `fine_tuning.plan.estimate` have the best
+    plan so far by formulas alone, with `estimated`; `fine_tuning.plan` has the plan, and `error` has an error object.
+    """
     asked, settings = body.windlass, context.settings
     with context.database.read() as session:
         visible = is_visible(session, caller, body.model)
@@ -105,20 +107,26 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> dic
             code="not_measured",
         )
     request = _request(settings, body, hardware, sequence_length, is_alone=is_alone)
+    request = replace(request, what_if=body.what_if)
+
+    def shown(report: PlanReport, warnings: list[str]) -> dict[str, Any]:
+        about = {
+            "model": body.model,
+            "hardware": hardware.model_dump(),
+            "job_settings": settings_of_plan(asked, request.training, report),
+            "warnings": [*unusual(hardware), *warnings],
+        }
+        return {"object": "fine_tuning.plan", **about, **asdict(report)}
+
+    user = caller.user or ""
+    if body.stream:
+        request = replace(request, tells_estimate=True)
+        return StreamingResponse(_streamed(context, user, request, shown), media_type="text/event-stream")
     try:
-        with context.limits.plans.entered(caller.user or ""):
-            report, warnings = _run(context, replace(request, what_if=body.what_if))
+        with context.limits.plans.entered(user):
+            return shown(*_run(context, request))
     except BusyError as error:
-        raise ApiError(
-            f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests"
-        ) from None
-    about = {
-        "model": body.model,
-        "hardware": hardware.model_dump(),
-        "job_settings": settings_of_plan(asked, request.training, report),
-        "warnings": [*unusual(hardware), *warnings],
-    }
-    return {"object": "fine_tuning.plan", **about, **asdict(report)}
+        raise _busy(error) from None
 
 
 @router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
@@ -217,35 +225,61 @@ def _folder(settings: Settings, model: str) -> Path:
 
 def _run(context: Context, request: PlanRequest) -> tuple[PlanReport, list[str]]:
     """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
-    with tempfile.TemporaryDirectory(dir=context.settings.home, prefix="plan-") as name:
-        step = plan_step(Path(name), request)
-        preparation = Preparation([step], work_dir=Path(name), start=context.planner.start)
-        memory, began_s = PreparationMemory(), time.monotonic()
-        preparation.admit = lambda step: memory.grant(name, None, step, lambda: preparation.process, is_box_free=False)
+    run = PlanRun(context.settings, context.planner, request)
+    try:
+        while (report := run.poll()) is None:
+            time.sleep(POLL_S)
+        return report, run.warnings
+    finally:
+        run.close()
+
+
+async def _streamed(
+    context: Context, user: str, request: PlanRequest, shown: Callable[[PlanReport, list[str]], dict[str, Any]]
+) -> AsyncIterator[bytes]:
+    """Yields the events of a plan: estimates, and at last the plan or an error. `shown`: makes the plan's object."""
+    held = ExitStack()
+    try:
         try:
-            while (results := preparation.poll()) is None:
-                if preparation.waits_for_memory and time.monotonic() - began_s >= _WAIT_FOR_MEMORY_S:
-                    raise ApiError(
-                        f"the plan was not made, as it waits for {memory.why_not(None)}; try again when less runs",
-                        status=503,
-                        code="no_memory",
-                    )
-                time.sleep(_POLL_S)
-        except StepFailedError as error:
-            _tell_log(error)
-            raise ApiError(str(error), status=500, code=error.code) from None
-        except PreparationError as error:
-            raise ApiError(error.message, param=error.param, code=error.code) from None
-        finally:
-            preparation.stop()
-    plan = JobPlan.from_json(results[PLAN_JOB])
-    if plan is None:
-        raise ApiError(f"model: {'; '.join(results[PLAN_JOB]['warnings'])}", param="model", code="not_planned")
-    return plan.report, preparation.warnings
+            await _enter(held, context, user)
+            run = await run_in_threadpool(PlanRun, context.settings, context.planner, request)
+            held.callback(run.close)
+            while (report := await run_in_threadpool(run.poll)) is None:
+                if (estimate := run.estimate()) is not None:
+                    yield _event("fine_tuning.plan.estimate", {**shown(estimate, []), "estimated": True})
+                await anyio.sleep(POLL_S)
+            last = _event("fine_tuning.plan", shown(report, run.warnings))
+        except BusyError as error:
+            last = _event("error", error_body(_busy(error)))
+        except ApiError as error:
+            last = _event("error", error_body(error))
+        except Exception:  # noqa: BLE001 - the status is sent already, so the stream itself tells
+            _LOG.exception("a plan for a stream failed")
+            failed = ApiError("the plan was not made; the service's log says why", status=500, code="internal_error")
+            last = _event("error", error_body(failed))
+        await run_in_threadpool(held.close)  # who has read the last event may ask again
+        yield last
+    finally:
+        # If the client has gone, nothing can be awaited.
+        threading.Thread(target=held.close, name="plan-end").start()
 
 
-def _tell_log(error: StepFailedError) -> None:
-    """Logs the end of a failed planner's output, because its folder is deleted with the request."""
-    with contextlib.suppress(OSError):
-        output = error.log_path.read_bytes()[-_MOST_OUTPUT_NBYTES:].decode(errors="replace")
-        _LOG.warning("a planner failed (%s); its output ended with:\n%s", error.cause, output)
+async def _enter(held: ExitStack, context: Context, user: str) -> None:
+    """Waits for the user's turn to plan. A page asks again before the answer to its last question has come."""
+    until_s = time.monotonic() + _WAIT_FOR_TURN_S
+    while True:
+        try:
+            held.enter_context(context.limits.plans.entered(user, waits=False))
+            return
+        except BusyError:
+            if time.monotonic() >= until_s:
+                raise
+        await anyio.sleep(POLL_S)
+
+
+def _event(kind: str, data: dict[str, Any]) -> bytes:
+    return format_sse_event(event=kind, data_str=json.dumps(data))
+
+
+def _busy(error: BusyError) -> ApiError:
+    return ApiError(f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests")

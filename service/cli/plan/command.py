@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from windlass.actors.lifecycle import WAIT_POLICY
-from windlass.engine.memory_plan import UpdateOrder
+from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import (
     Hardware,
@@ -102,7 +102,7 @@ def plan(
         str,
         typer.Option(
             help="Matrices are computed in parts of at most so many elements, so that they take less GPU memory: a "
-            "number, auto (as far as that is of use), off."
+            f"number from {LEAST_CUT_NUMEL} (2^20), auto (as far as that is of use), off."
         ),
     ] = "auto",
     lanes: Annotated[

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from windlass.amounts import GB
+from windlass.amounts import GB, number_text
 from windlass.planner.hardware import Hardware
 from windlass.service.cli import CommandError, print_columns
 from windlass.service.cli.plan.inputs import MEASURED
@@ -167,9 +167,9 @@ def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
     numbers = [str(box.gpus) for box in plan.boxes]
     return (
         boxes_in_words(plan),
-        f"{plan.step_s:.4g}",
+        f"{number_text(plan.step_s, 4)}",
         "-" if one_s is None else f"{one_s / plan.step_s:.2f}x",
-        f"{plan.tokens_per_s:.4g}",
+        f"{number_text(plan.tokens_per_s, 4)}",
         plan.bound_by,
         f"{plan.waiting_share:.0%}",
         f"{plan.network_s:.2g}",

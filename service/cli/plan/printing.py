@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from windlass.amounts import GIB, bytes_text, least_gib
+from windlass.amounts import GIB, bytes_text, least_gib, number_text
 from windlass.engine.memory_plan import tokens_in_words
 from windlass.service.cli import print_columns
 from windlass.service.validation import WindlassSettings
@@ -34,7 +34,7 @@ def print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: i
 def print_what_if(found: "PlanReport") -> None:
     rows: list[tuple[str, ...]] = [("what if", "step, s", "tokens a second", "gain")]
     if found.step_s is not None and found.tokens_per_s is not None:
-        rows.append(("as it is", f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", ""))
+        rows.append(("as it is", number_text(found.step_s), number_text(found.tokens_per_s, 4), ""))
     else:
         rows.append(("as it is", "-", "-", "does not fit"))
     for row in found.what_if or ():
@@ -42,7 +42,7 @@ def print_what_if(found: "PlanReport") -> None:
             rows.append((row.change, "-", "-", "does not fit"))
         else:
             gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
-            rows.append((row.change, f"{row.step_s:.3g}", f"{row.tokens_per_s:.4g}", gain))
+            rows.append((row.change, number_text(row.step_s), number_text(row.tokens_per_s, 4), gain))
     print_columns(rows)
     print("gain: of tokens a second")
 
@@ -52,7 +52,13 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
         found = ("-", "-", "-", "-", "no")
         if own.step_s is not None and own.tokens_per_s is not None and own.busy_s is not None:
             gpu = f"{own.busy_s['compute'] / own.step_s:.0%}"
-            found = (f"{own.step_s:.3g}", f"{own.tokens_per_s:.4g}", gpu, str(own.bottleneck), "yes")
+            found = (
+                number_text(own.step_s),
+                number_text(own.tokens_per_s, 4),
+                gpu,
+                str(own.bottleneck),
+                "yes",
+            )
         rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
         for each in compared.systems:
             lacks = ", ".join(
@@ -60,7 +66,16 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
             )
             fits = f"no: lacks {lacks}" if lacks else "yes"
             gpu = f"{each.gpu_share:.0%}"
-            rows.append((each.system, f"{each.step_s:.3g}", f"{each.tokens_per_s:.4g}", gpu, each.bottleneck, fits))
+            rows.append(
+                (
+                    each.system,
+                    number_text(each.step_s),
+                    number_text(each.tokens_per_s, 4),
+                    gpu,
+                    each.bottleneck,
+                    fits,
+                )
+            )
         print_columns(rows)
     for note in compared.notes:
         print(note)
@@ -74,15 +89,16 @@ def print_report(found: "PlanReport") -> None:
         _print_least_gpu(found)
         return
     numbers = asdict(found)
+    step, bound = number_text(numbers["step_s"]), number_text(numbers["bound_s"])
     print_columns(
         [
-            ("step", f"{numbers['step_s']:.3g} s; no resource alone takes more than {numbers['bound_s']:.3g} s"),
+            ("step", f"{step} s; no resource alone takes more than {bound} s"),
             ("how sure", _interval(found)),
-            ("tokens a second", f"{numbers['tokens_per_s']:.4g}"),
-            ("model's TFLOPS", f"{numbers['tflops']:.4g}"),
-            ("written to SSDs a step", f"{numbers['ssd_write_gb_per_step']:.4g} GB"),
+            ("tokens a second", number_text(numbers["tokens_per_s"], 4)),
+            ("model's TFLOPS", number_text(numbers["tflops"], 4)),
+            ("written to SSDs a step", f"{number_text(numbers['ssd_write_gb_per_step'], 4)} GB"),
             *((f"peak of {name} memory", f"{gib:.2f} GiB") for name, gib in numbers["peak_gib"].items()),
-            *((f"{name} busy", f"{seconds:.3g} s") for name, seconds in numbers["busy_s"].items()),
+            *((f"{name} busy", f"{number_text(seconds)} s") for name, seconds in numbers["busy_s"].items()),
         ]
     )
     print()

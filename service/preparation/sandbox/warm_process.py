@@ -60,16 +60,19 @@ class WarmProcess:
         """Runs a step in the process. Steps of other modules, or with other rights, get processes of their own."""
         is_ours = limited.command[:3] == (sys.executable, "-m", self._module)
         if not is_ours or limited.passed_on != PASSED_ON or limited.sees_gpus:
-            return start_limited(limited, log)
+            return self._start_apart(limited, log)
         with self._lock:
             if self._is_busy:
-                return start_limited(limited, log)
+                return self._start_apart(limited, log)
             try:
                 return self._begin(limited, log)
             except OSError as error:
                 _LOG.warning("there is no warm process (%s), see %s", error, self._log_path)
                 self._end()
-        return start_limited(limited, log)
+        return self._start_apart(limited, log)
+
+    def _start_apart(self, limited: LimitedCommand, log: IO[bytes]) -> LimitedProcess:
+        return self._starter.submit(start_limited, limited, log).result()
 
     def close(self) -> None:
         """Ends the process and the step that it runs."""

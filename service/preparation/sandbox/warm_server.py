@@ -5,6 +5,7 @@ Orders arrive over the socket at standard input: one JSON object each, with the 
 DONE. It ends with the socket's other end, or with an exception that a step raises.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -36,6 +37,10 @@ def main(module: str) -> None:
     os.dup2(nothing, 0)
     run: Callable[[Sequence[str]], None] = importlib.import_module(module).begin()
     while True:
+        # What a step has left is looked at once, between two steps, and no more by Python's collector during the next.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         message, fds, _, _ = socket.recv_fds(orders, _MOST_NBYTES, 1)
         if not message:
             return

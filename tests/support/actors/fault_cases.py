@@ -68,8 +68,8 @@ from windlass.actors.messages import (
     WriteActivations,
     WriteChunks,
 )
-from windlass.engine.memory_plan import plan
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, ActivationChoice
+from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.storage.ids import ActorName, Precision
@@ -288,7 +288,7 @@ def conditions_of(mode: str) -> Iterator[None]:
         if mode == "skipping":
             patch.setattr(BlockRunner, "head", _overflowing(BlockRunner.head))
         if mode == "swapped":
-            patch.setattr(plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
+            patch.setattr(arena_layout, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
             patch.setattr(gpu_worker, "check_architecture", lambda *_: None)  # not under test here, and slow
         yield
 

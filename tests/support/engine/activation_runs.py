@@ -98,7 +98,9 @@ class Run:
         self.grads = {block.index: GradBuffer(torch.full((block.numel,), torch.nan)) for block in self.layout.blocks}
         self._lent: dict[BlockIndex, torch.Tensor] = {}
         blocks = [block.index for block in self.layout.blocks]
-        streamed = blocks if streams_ends else blocks[1:-1]
+        # A tied head has the embedding's matrix, and none of its own.
+        ends = blocks if len(self.layout.shared[-1]) == 1 else blocks[:-1]
+        streamed = ends if streams_ends else blocks[1:-1]
         self.streams = None
         if streams_on is not None:
             self.streams = StreamedFlats(self.partition, streamed, streams_on, cut_matrices=cut_matrices)

@@ -48,12 +48,13 @@ class _PlainCut(torch.autograd.Function):
 def cut_plainly(model: Any, cut_matrices: int) -> int:
     """Makes the linear layers of a model compute in parts. Returns the number of those that are cut.
 
-    A head that is tied to the embedding stays whole.
+    A head that is tied to an embedding of the model's own class stays whole.
     """
-    num_cut, embedding = 0, model.get_input_embeddings().weight
+    num_cut, embedding = 0, model.get_input_embeddings()
     for module in model.modules():
-        is_linear = type(module) in (nn.Linear, Conv1D) and module.weight is not embedding
-        if is_linear and module.weight.numel() > cut_matrices:
+        is_linear = type(module) in (nn.Linear, Conv1D)
+        may_be_cut = is_linear and (module.weight is not embedding.weight or type(embedding) is nn.Embedding)
+        if may_be_cut and module.weight.numel() > cut_matrices:
             is_conv, shape = type(module) is Conv1D, tuple(module.weight.shape)
             rows, columns = row_bounds(shape, cut_matrices), column_bounds(shape, cut_matrices)
             cuts = (columns, rows, rows) if is_conv else (rows, columns, rows)

@@ -7,7 +7,7 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.cost.rates import Speeds
-from windlass.planner.solver.step_cost import PlannedJob
+from windlass.planner.solver.planned_job import PlannedJob
 
 
 def operator(

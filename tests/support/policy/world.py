@@ -34,9 +34,11 @@ from windlass.actors.messages import (
     SkipStep,
     UpdateStep,
 )
+from windlass.actors.policy.actions import Action, DecideCommit, EndStep
 from windlass.actors.policy.config import SchedulerConfig
 from windlass.actors.policy.pending_replies import Instruction
-from windlass.actors.policy.scheduler_core import Action, DecideCommit, EndStep, NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import Pipeline
+from windlass.actors.policy.step_updates import NotFiniteError
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.worker_policy.worker_queues import GRANTED_AHEAD
 from windlass.storage.ids import ActorName, Step

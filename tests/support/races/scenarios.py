@@ -27,8 +27,8 @@ from windlass.actors.optimizer.chunk_updater import ChunkUpdater
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device.cuda_streams import CudaStream
 from windlass.engine.memory_plan import buffer_counts
-from windlass.engine.memory_plan import plan as memory_plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import Precision
 
@@ -163,7 +163,7 @@ def reports_of(
     with pytest.MonkeyPatch.context() as patch:
         # The check computes in its calling thread, on a device of its own.
         patch.setattr(gpu_worker, "check_architecture", lambda *_: None)
-        patch.setattr(memory_plan, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
+        patch.setattr(arena_layout, "ACTIVATION_SLOT_NBYTES", _SLOT_NBYTES)
         patch.setattr(buffer_counts, "_TOTAL_PART_NUMEL", _TOTAL_PART_NUMEL)
         if dropped is not None:  # what is left out can also fail a thread
             patch.setattr(threading, "excepthook", lambda _: None)

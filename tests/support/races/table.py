@@ -168,9 +168,9 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "ParamFeed.release: self._device.compute.then": "job: streamed",
     },
     "actors/gpu_worker/streamed_grads.py": {
-        "StreamedGrads._when_moved: self._buffers.h2d.then": "job: ranks in pieces",
-        "StreamedGrads._when_moved: self._buffers.d2h.then": "job: ranks in pieces",
-        "StreamedGrads.then: self._buffers.then": "job: streamed gradients",
+        "StreamedGrads._when_moved: buffers.h2d.then": "job: ranks in pieces",
+        "StreamedGrads._when_moved: buffers.d2h.then": "job: ranks in pieces",
+        "StreamedGrads.then: self._buffers_of(block).then": "job: streamed gradients",
     },
     "actors/gpu_worker/worker.py": {
         "GpuWorker._launch: compute.record": "job: active",

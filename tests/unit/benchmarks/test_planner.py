@@ -33,7 +33,7 @@ from tests.support.planner.profiles import make_job
 from tests.unit.benchmarks.tables import Tables
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.yaml_files import parse
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.question.profiles import Profiles
 
 CHOICES = {
@@ -207,11 +207,12 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
 
 def test_longest_plan_counts() -> None:
     times = [
-        PlanTime(title=title, wall_s=s, cpu_s=c, fits=True) for title, s, c in (("6B", 2.0, 1.5), ("13B", 3.0, 0.0))
+        PlanTime(title="6B", wall_s=2.0, cpu_s=1.5, fits=True),
+        PlanTime(title="13B", wall_s=3.0, cpu_s=0.0, fits=True, first_s=0.25),
     ]
     report = Tables()
     assert add_plan_times(report, "plans", times) == 3.0
-    assert report.rows == [("6B", "2.00", "1.50", "yes"), ("13B", "3.00", "", "yes")]
+    assert report.rows == [("6B", "", "2.00", "1.50", "yes"), ("13B", "0.25", "3.00", "", "yes")]
 
 
 @pytest.mark.long

@@ -4,21 +4,32 @@ const JOBS = "/v1/fine_tuning/jobs";
 
 /** The service answered with an error. */
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, { code = null, param = null } = {}) {
     super(message);
     this.status = status;
+    this.code = code;
+    this.param = param; // the field of the request that is wrong, such as "windlass.clip_norm"
+  }
+
+  /** Makes a refusal of the body of an error. */
+  static of(status, body) {
+    const error = body?.error ?? body;
+    return new Refusal(status, error?.message ?? `the service answered ${status}`, error ?? {});
   }
 }
 
-/** Returns the answer's JSON. Throws Refusal for an error of the service, TypeError if no service answers. */
-async function request(path, options = {}) {
+/** Returns a successful answer. Throws Refusal for an error of the service, TypeError if no service answers. */
+export async function responseOf(path, options = {}) {
   const response = await fetch(path, { cache: "no-store", ...options });
   if (response.status === 401) location.assign(`/login${location.hash}`); // the login or its key has expired
-  const body = await response.json().catch(() => ({}));
-  if (!response.ok) {
-    throw new Refusal(response.status, body.error?.message ?? `the service answered ${response.status}`);
-  }
-  return body;
+  if (!response.ok) throw Refusal.of(response.status, await response.json().catch(() => ({})));
+  return response;
+}
+
+/** Returns the answer's JSON. Throws as `responseOf`. */
+export async function request(path, options) {
+  const response = await responseOf(path, options);
+  return response.json().catch(() => ({}));
 }
 
 const job = (id) => `${JOBS}/${encodeURIComponent(id)}`;

@@ -1,4 +1,4 @@
-// A job's plan: the places of its states, the time and memory of a step, and the measured numbers beside them.
+// A plan: the places of states, the time and memory of a step. Of a job, beside what was measured.
 
 import { byId, make, setOptional, setPairs, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
@@ -16,31 +16,33 @@ const RESOURCES = {
 };
 const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
 
-let shown = null; // the plan whose details are shown; a new plan is a new object
+const shown = new Map(); // by prefix of the elements: the plan whose details they show; a new plan is a new object
 
 /** Shows a job's plan beside its measured values. Either is null if there is none yet. */
 export function renderPlan(plan, measured) {
   const isRefused = plan?.feasible === false;
   byId("refusal-panel").hidden = !isRefused;
-  if (isRefused) renderRefusal(plan);
+  if (isRefused) renderRefusal("refusal", plan);
   const isPlanned = plan?.feasible === true;
   byId("plan-panel").hidden = !isPlanned && !measured;
   if (byId("plan-panel").hidden) return;
   setText(byId("plan-title"), isPlanned ? "Plan" : "Measured");
   renderNumbers(plan, measured);
   byId("plan-details").hidden = !isPlanned;
-  if (isPlanned) renderDetails(plan);
+  if (isPlanned) renderDetails("plan", plan);
 }
 
-function renderRefusal({ missing_bytes: missing, missing_together: together, reasons }) {
+/** Shows what a job lacks that does not fit, in the elements whose ids begin with `prefix`. */
+export function renderRefusal(prefix, { missing_bytes: missing, missing_together: together, reasons }) {
   const pairs = Object.entries(missing ?? {}).filter(([, bytes]) => bytes > 0);
   // Of several shortages either all must be made up for, or one of them is enough.
   const or = (index) => (index > 0 && together === false ? "or " : "");
   const texts = pairs.map(([tier, bytes], index) => [TIERS[tier], `${or(index)}${format.bytes(bytes)} too little`]);
-  setPairs(byId("refusal-missing"), texts);
-  const changes = reasons.slice(1);
-  byId("refusal-hint").hidden = changes.length === 0;
-  setItems(byId("refusal-changes"), changes);
+  setPairs(byId(`${prefix}-missing`), texts);
+  const changes = reasons.filter((reason) => reason.startsWith("it fits with"));
+  setOptional(byId(`${prefix}-why`), reasons.slice(1).filter((reason) => !changes.includes(reason)).join("; ") || null);
+  byId(`${prefix}-hint`).hidden = changes.length === 0;
+  setItems(byId(`${prefix}-changes`), changes);
 }
 
 function renderNumbers(plan, measured) {
@@ -85,27 +87,29 @@ function hideEmptyColumns(body, rows) {
   }
 }
 
-function renderDetails(plan) {
-  if (shown === plan) return;
-  shown = plan;
+/** Shows the choices of a plan and what bounds its step, in the elements whose ids begin with `prefix`. */
+export function renderDetails(prefix, plan) {
+  if (shown.get(prefix) === plan) return;
+  shown.set(prefix, plan);
+  const part = (name) => byId(`${prefix}-${name}`);
   const states = spread(plan.choices?.states, "blocks");
   const layers = spread(plan.choices?.activations, "layers");
-  byId("plan-picture").hidden = states.length === 0;
-  byId("plan-states").replaceChildren(...states.map((run, block) => stateCell(run, block, states.length)));
+  part("picture").hidden = states.length === 0;
+  part("states").replaceChildren(...states.map((run, block) => stateCell(run, block, states.length)));
   // Layers stand below their blocks; the embedding and the head have no choice.
   const cells = layers.map((run, layer) => activationsCell(run, layer));
-  byId("plan-activations").replaceChildren(make("span", "", "cell"), ...cells, make("span", "", "cell"));
+  part("activations").replaceChildren(make("span", "", "cell"), ...cells, make("span", "", "cell"));
   const rests = (plan.choices?.states ?? []).map((run) => `blocks ${run.blocks} ${RESTS[run.rest_on]}`);
-  byId("plan-states").setAttribute("aria-label", `Model states: ${rests.join(", ")}`);
+  part("states").setAttribute("aria-label", `Model states: ${rests.join(", ")}`);
   const fates = (plan.choices?.activations ?? []).map((run) => `layers ${run.layers}: ${fatesOf(run).join(", ")}`);
-  byId("plan-activations").setAttribute("aria-label", `Activations: ${fates.join("; ")}`);
-  renderBusy(plan);
+  part("activations").setAttribute("aria-label", `Activations: ${fates.join("; ")}`);
+  renderBusy(part("busy"), plan);
   const { num_microbatches: parts, group_size: together, gpus } = plan.choices ?? {};
   const groups = parts > 1 ? ` ${parts} micro-batches a step, ${together} of which go through the blocks together.` : "";
   const devices = gpus > 1 ? ` ${gpus} GPUs.` : "";
   const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
-  setOptional(byId("plan-summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${devices}${lengths}${groups}`);
-  setItems(byId("plan-reasons"), plan.reasons);
+  setOptional(part("summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${devices}${lengths}${groups}`);
+  setItems(part("reasons"), plan.reasons);
 }
 
 function lengthsOf({ limit, widest, mean, of_data: isOfData }) {
@@ -113,8 +117,8 @@ function lengthsOf({ limit, widest, mean, of_data: isOfData }) {
   return ` Examples have ${format.whole(mean)} tokens on average, ${format.whole(widest)} at most, with padding.`;
 }
 
-function renderBusy({ busy_s: busy, step_s: step, bottleneck }) {
-  byId("plan-busy").replaceChildren(
+function renderBusy(list, { busy_s: busy, step_s: step, bottleneck }) {
+  list.replaceChildren(
     ...Object.entries(busy ?? {}).map(([name, busySeconds]) => {
       const item = make("li", "", name === bottleneck ? "busiest" : "");
       const meter = make("progress", "", "planned");
@@ -162,10 +166,10 @@ function spread(runs, key) {
   });
 }
 
-const setItems = (list, texts) => fill(list, texts, (text) => make("li", text));
+export const setItems = (list, texts) => fill(list, texts, (text) => make("li", text));
 
 /** Makes an element's children. Unchanged ones are kept, so that the user's selection stays. */
-function fill(parent, rows, makeRow) {
+export function fill(parent, rows, makeRow) {
   const key = JSON.stringify(rows);
   if (parent.dataset.key === key) return;
   parent.dataset.key = key;
@@ -176,9 +180,9 @@ function cellsOf(name, show, promised, found, limit = null) {
   return [name, show(promised), show(found), difference(promised, found), limit === null ? "" : show(limit)];
 }
 
-const seconds = (value) => (value == null ? format.small(null) : `${format.small(value)} s`);
-const range = ({ step_s_low: low, step_s_high: high }) => `${format.small(low)} to ${format.small(high)} s`;
-const percent = (share) => `${Math.round(100 * share)} %`;
+export const seconds = (value) => (value == null ? format.small(null) : `${format.small(value)} s`);
+export const range = ({ step_s_low: low, step_s_high: high }) => `${format.small(low)} to ${format.small(high)} s`;
+export const percent = (share) => `${Math.round(100 * share)} %`;
 
 function difference(promised, found) {
   if (!promised || found == null) return "";

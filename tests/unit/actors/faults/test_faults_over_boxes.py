@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests.support.actors.faults import Double, Fault, FaultKind, double_between_actors
+from tests.support.actors.stage_runs import STAGES, run_attempt, train
+from tests.support.actors.whole_jobs import grouped, job
 from tests.support.training import boxes_of
 from tests.unit.actors.faults.test_fault_matrix import model_of, numbers_of
-from tests.unit.actors.parity.test_local_groups import grouped
-from tests.unit.actors.parity.test_local_lanes import job
-from tests.unit.actors.parity.test_local_stages import STAGES, run_attempt, train
 from windlass.actors.job import box_of
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (

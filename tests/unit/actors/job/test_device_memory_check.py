@@ -76,6 +76,20 @@ JOBS: dict[str, dict[str, Any]] = {
         "cut_matrices": 1800,
         "placement": ALL_IN_PIECES,
     },
+    "all in pieces, tied": {"precision": Precision.BF16, "tied": True, "placement": ALL_IN_PIECES},
+    "params of all blocks in pieces, tied": {
+        "tied": True,
+        "cut_matrices": 1800,
+        "placement": Placement(streamed_blocks=(1, 2, 3), streams_ends=True),
+    },
+    "all in parts, tied": {"precision": Precision.BF16, "tied": True, "cut_matrices": 1800, "placement": ALL_IN_PIECES},
+    "all in parts, tied and summed": {
+        "num_microbatches": 4,
+        "tied": True,
+        "cut_matrices": 1800,
+        "placement": ALL_IN_PIECES,
+    },
+    "whole blocks in parts, tied": {"precision": Precision.BF16, "tied": True, "cut_matrices": 1800},
     "whole blocks in parts": {"precision": Precision.BF16, "cut_matrices": 1800},
     "all in pieces, in lanes": {
         "precision": Precision.FP16,

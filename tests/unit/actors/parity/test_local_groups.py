@@ -14,16 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.peers.schedules import System, behaving_as
+from tests.support.actors.whole_jobs import Run, grouped
 from tests.support.cut_off import CutOff
-from tests.support.training import (
-    exported_params,
-    has_direct_io,
-    leftovers_of,
-    losses_of,
-    make_partition,
-    make_spec,
-    metrics_of,
-)
+from tests.support.training import exported_params, has_direct_io, leftovers_of, make_partition, make_spec, metrics_of
 from windlass.actors.gpu_worker.grad_accumulation import PartialGrads
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlocks, Message, Phase, SpanKind, SpansReported, UpdateStep
@@ -31,8 +24,8 @@ from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.activations.host_store import ActivationMemoryError
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.streams import Event
-from windlass.engine.memory_plan import plan
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
+from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
@@ -52,39 +45,9 @@ PLACES = {
 }
 
 
-@dataclass
-class Run:
-    """The results of a job."""
-
-    losses: list[float]
-    validation_losses: dict[int, float]
-    norms: dict[int, float]
-    params: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> "Run":
-        """The results of an ended job."""
-        return cls(
-            losses_of(spec),
-            metrics_of(spec, "valid_loss"),
-            metrics_of(spec, "grad_norm"),
-            exported_params(spec),
-        )
-
-    def assert_equals(self, other: "Run") -> None:
-        assert self.losses == other.losses
-        assert self.validation_losses == other.validation_losses
-        assert self.norms == other.norms
-        assert [name for name, param in self.params.items() if not torch.equal(param, other.params[name])] == []
-
-
 def job(root: Path, **changes: Any) -> JobSpec:
     options = {"num_microbatches": NUM_MICROBATCHES, "total_steps": NUM_STEPS, "evaluate_every": 3, "dropout": 0.1}
     return make_spec(root, **(options | changes))
-
-
-def grouped(spec: JobSpec, group_size: int | None) -> JobSpec:
-    return dataclasses.replace(spec, placement=dataclasses.replace(spec.placement, group_size=group_size))
 
 
 def train(spec: JobSpec, **options: Any) -> None:
@@ -277,7 +240,7 @@ def test_no_more_micro_batches_than_a_group_has_are_held_at_once(
 
 @pytest.mark.long
 def test_swapped_activations_need_room_for_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "ACTIVATION_SLOT_NBYTES", 4096)  # small, as the model is
+    monkeypatch.setattr(arena_layout, "ACTIVATION_SLOT_NBYTES", 4096)  # small, as the model is
     swaps = Placement(activations=ActivationChoice.SWAP.of_layers(3), host_activation_nbytes=4096)
     spec = job(tmp_path / "job", placement=swaps)
     needed = {}

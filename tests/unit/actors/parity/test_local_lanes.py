@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.actors.whole_jobs import NUM_MICROBATCHES, Run, grouped, job
 from tests.support.cut_off import CutOff
 from tests.support.reference_loop import train_plainly
-from tests.support.training import exported_params, make_spec, metrics_of
-from tests.unit.actors.parity.test_local_groups import ALL, PLACES, Run, grouped, train
+from tests.support.training import exported_params, metrics_of
+from tests.unit.actors.parity.test_local_groups import ALL, PLACES, train
 from tests.unit.actors.parity.test_parity_matrix import LOSS_TOLERANCE, assert_params_agree
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import ComputeBlocks, Message
@@ -20,16 +21,8 @@ from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.training_config.training_config import NUMERICS
 from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
-NUM_MICROBATCHES = 4
 LANES = (1, 2, 3, 4)
 GROUP_SIZES = (1, 2, 3, 4)
-# The fifth is the last of an epoch: it has two micro-batches of four.
-NUM_STEPS = 6
-
-
-def job(root: Path, **changes: Any) -> JobSpec:
-    options = {"num_microbatches": NUM_MICROBATCHES, "total_steps": NUM_STEPS, "evaluate_every": 3, "lanes": 2}
-    return make_spec(root, **(options | changes))
 
 
 def run(root: Path, group_size: int | None = None, **changes: Any) -> Run:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.actors.whole_jobs import Run, grouped, job
 from tests.support.cut_off import CutOff
 from tests.support.training import exported_params, metrics_of
-from tests.unit.actors.parity.test_local_groups import PLACES, Run, grouped, train
-from tests.unit.actors.parity.test_local_lanes import job
+from tests.unit.actors.parity.test_local_groups import PLACES, train
 from windlass.actors.job.context import gpu_worker_name
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import (

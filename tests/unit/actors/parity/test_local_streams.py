@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.actors.stage_runs import STAGES
 from tests.support.fake_cuda import FakeCuda
 from tests.support.late_streams import LateStreams
 from tests.support.stream_jobs import JOBS
@@ -24,18 +25,9 @@ from tests.support.training import (
     make_spec,
     metrics_of,
 )
-from tests.unit.actors.parity.test_local_stages import STAGES
 from windlass.actors.gpu_worker import compute as computation
 from windlass.actors.gpu_worker import worker as gpu_worker
-from windlass.actors.messages import (
-    ComputeProgressed,
-    GradOffloaded,
-    Message,
-    Phase,
-    SpanKind,
-    SpansReported,
-    WorkSpan,
-)
+from windlass.actors.messages import ComputeProgressed, GradOffloaded, Message, Phase, SpanKind, SpansReported, WorkSpan
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.timeline import COMPUTE
 from windlass.actors.worker_policy.stages import Stage

@@ -10,8 +10,8 @@ import pytest
 from tests.support.policy.jobs import JOB, make_shape
 from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import CommitDecided, CommitReached, ExportModel, StoreCommitted
+from windlass.actors.policy.actions import DecideCommit
 from windlass.actors.policy.pending_replies import DeadlineMissedError, Instruction, UnexpectedEventError
-from windlass.actors.policy.scheduler_core import DecideCommit
 from windlass.storage.ids import ActorName, Step
 
 SSDS = tuple(map(ActorName, ("b0/ssd-0", "b0/ssd-1", "b1/ssd-0")))

@@ -23,11 +23,12 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateStep,
 )
-from windlass.actors.policy.scheduler_core import Action, DecideCommit, EndStep, Pipeline
+from windlass.actors.policy.actions import Action, DecideCommit, EndStep
+from windlass.actors.policy.scheduler_core import Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.actors.worker_policy.block_queue import QueueOrder
 from windlass.actors.worker_policy.worker_queues import OffloadQueue, UpdateActions, UpdateQueue
-from windlass.engine.memory_plan.plan import most_passing_blocks
+from windlass.engine.memory_plan.arena.choices import most_passing_blocks
 from windlass.storage.ids import ActorName, BlockIndex, Step
 
 NUM_BLOCKS = 42

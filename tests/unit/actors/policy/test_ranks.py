@@ -8,6 +8,7 @@ import pytest
 from tests.support.policy.jobs import EVALUATION, GPU, computed, grad_ready, make_shape
 from tests.support.policy.world import World, deliver_all_but, sent
 from windlass.actors.messages import CommitReached, ComputeBlocks, ExportModel, Phase
+from windlass.actors.policy.actions import Action
 from windlass.actors.policy.config import program
 from windlass.actors.policy.pending_replies import (
     DeadlineMissedError,
@@ -15,7 +16,7 @@ from windlass.actors.policy.pending_replies import (
     PendingReplies,
     UnexpectedEventError,
 )
-from windlass.actors.policy.scheduler_core import Action, Pipeline
+from windlass.actors.policy.scheduler_core import Pipeline
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 

@@ -29,13 +29,15 @@ from windlass.actors.messages import (
     StoreCommitted,
     UpdateStep,
 )
+from windlass.actors.policy.actions import Action, EndStep
 from windlass.actors.policy.pending_replies import (
     DeadlineMissedError,
     Instruction,
     PendingReplies,
     UnexpectedEventError,
 )
-from windlass.actors.policy.scheduler_core import Action, EndStep, NotFiniteError, Pipeline
+from windlass.actors.policy.scheduler_core import Pipeline
+from windlass.actors.policy.step_updates import NotFiniteError
 from windlass.actors.policy.trainer_state import TrainerState
 from windlass.storage.ids import ActorName, BlockIndex, Step
 

@@ -17,8 +17,8 @@ from windlass.actors.messages import (
     ModelKernelsChosen,
     Phase,
 )
+from windlass.actors.policy.actions import StepEnd
 from windlass.actors.policy.pending_replies import UnexpectedEventError
-from windlass.actors.policy.scheduler_core import StepEnd
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 

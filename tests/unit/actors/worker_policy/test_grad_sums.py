@@ -88,6 +88,8 @@ def test_sums_return_once_all_of_an_operation_have_left() -> None:
 
 def test_sums_that_take_a_way_of_their_own_do_not_return_ahead() -> None:
     """The head's own sum does, and the one that it leaves for the embedding does not."""
+    tied = ReturningSums((), own_ways=(0,), tied_in_pieces=(0,))
+    assert [tied.takes_own_way(use) for use in ((HEAD, 0), (0, 0), (HEAD, HEAD))] == [True, True, False]
     returning = ReturningSums((), own_ways=(HEAD, 0))
     assert [returning.takes_own_way(each) for each in (use(HEAD, HEAD), use(HEAD, 0), use(1, 1))] == [
         True,

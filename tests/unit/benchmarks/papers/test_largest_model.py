@@ -13,9 +13,10 @@ from benchmarks.papers.largest_model import (
     least_arena_nbytes,
     most_resident_layers,
 )
-from benchmarks.papers.published_models import AUTOHETE_RESIDENT, AUTOHETE_SHAPES
+from benchmarks.papers.published.models import AUTOHETE_RESIDENT, AUTOHETE_SHAPES
 from windlass.amounts import GIB
-from windlass.engine.memory_plan.plan import PlanError, make_plan
+from windlass.engine.memory_plan.arena.layout import make_plan
+from windlass.engine.memory_plan.plan import PlanError
 from windlass.engine.memory_plan.queue_depths import LEAVING_ACTIVATION_NBYTES
 from windlass.planner.hardware.model_shape import ModelShape
 

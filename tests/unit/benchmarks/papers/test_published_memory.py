@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.papers.published_memory import (
+from benchmarks.papers.published.memory import (
     PUBLISHED_GROWTHS,
     PUBLISHED_PEAKS,
     PUBLISHED_SAVINGS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.papers.published_stages import (
+from benchmarks.papers.published.stages import (
     FIGURE_9B_BATCHES,
     PUBLISHED_STAGES,
     RATEL_SWAPPED_NBYTES,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.published_throughput import (
+from benchmarks.papers.published.throughput import (
     planned,
     published_throughputs,
     server_of_products,

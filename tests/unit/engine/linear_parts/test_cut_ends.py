@@ -33,8 +33,8 @@ def gradients(model: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def assert_all_plans_alike(name: str, precision: Precision, head_slices: HeadSlices) -> None:
-    model = make_model(ARCHITECTURES[name].config(tied=False, dropout=0.1), TORCH_DTYPE[precision])
+def assert_all_plans_alike(name: str, precision: Precision, head_slices: HeadSlices, *, is_tied: bool = False) -> None:
+    model = make_model(ARCHITECTURES[name].config(tied=is_tied, dropout=0.1), TORCH_DTYPE[precision])
     options: dict[str, Any] = {"precision": precision, "head_slices": head_slices, "cut_matrices": CUT_NUMEL}
     whole = gradients(model, **options)
     device = Device(torch.device("cpu"), poison_released=True)
@@ -61,6 +61,28 @@ def test_gradients_of_every_architecture_are_the_same_in_every_plan(
 @pytest.mark.parametrize("head_slices", HeadSlices)
 def test_gradients_in_bf16_are_the_same_in_every_plan(head_slices: HeadSlices) -> None:
     assert_all_plans_alike("Llama", Precision.BF16, head_slices)
+
+
+@pytest.mark.short("GPT-2-large-fp32")
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("head_slices", HeadSlices)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "GPT-2" else pytest.mark.long) for name in ARCHITECTURES]
+)
+def test_a_head_has_the_embeddings_matrix_in_pieces(
+    name: str, head_slices: HeadSlices, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 8)
+    assert_all_plans_alike(name, precision, head_slices, is_tied=True)
+
+
+def test_a_tied_matrix_is_cut_where_both_modules_compute_as_pytorch() -> None:
+    cut = {}
+    for name in ("GPT-2", "Llama", "Gemma-2"):  # Gemma's embedding scales its rows
+        layout = Run(make_model(ARCHITECTURES[name].config(tied=True, dropout=0.0))).layout
+        assert layout.shared[-1][1:] == (0,)
+        cut[name] = any("[" in part for part, *_ in layout.grad_parts(0, CUT_NUMEL))
+    assert cut == {"GPT-2": True, "Llama": True, "Gemma-2": False}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

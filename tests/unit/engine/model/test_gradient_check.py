@@ -193,6 +193,13 @@ def test_every_choice_passes_with_cut_matrices(choice: ActivationChoice) -> None
         check_architecture(config, choice.of_layers(1), True, True)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["OPT", "Gemma-2"])
+def test_tied_and_untied_ends_pass_in_parts_and_in_pieces(name: str, tied: bool) -> None:
+    """OPT's biases of keys have gradients of rounding only."""
+    check_architecture(ARCHITECTURES[name].config(tied=tied, dropout=0.0), (RECOMPUTE_ALL,), True, True, True)
+
+
 def test_a_layer_that_reads_the_matrix_of_a_cut_module_is_refused() -> None:
     config = odd_config(odd_models.BorrowingModel)
     with pytest.raises(

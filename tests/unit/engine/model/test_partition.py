@@ -135,8 +135,10 @@ def test_tied_weights_are_one_state_used_twice(architecture: Architecture) -> No
 def test_names_that_the_head_uses_of_the_embedding_are_those_of_tied_params() -> None:
     for tied in (False, True):
         partition = partition_of(ARCHITECTURES["GPT-2"].config(tied=tied, dropout=0.0))
-        names = partition.names_used(partition.head, 0)
+        names = partition.grads_used(partition.head, 0, None)
         assert names == ({"transformer.wte.weight"} if tied else set())  # and not those of positions
+        parts = {f"transformer.wte.weight[{start}:{start + 32}]" for start in range(0, 96, 32)}
+        assert partition.grads_used(partition.head, 0, 32 * partition.layout.hidden_size) == (parts if tied else set())
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -131,7 +131,7 @@ def test_job_that_does_not_fit_gets_an_answer_without_error(tmp_path: Path, monk
 def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise RuntimeError("shapes follow from the data")
 
     monkeypatch.setattr(plan_job, "answer", refuse)

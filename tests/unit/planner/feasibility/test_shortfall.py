@@ -18,7 +18,7 @@ from windlass.planner.feasibility.feasibility import fits, least_memory_of, with
 from windlass.planner.feasibility.remedies import what_would_fit
 from windlass.planner.feasibility.shortfall import MEMORIES, Memory, Shortfall, least_gpu, shortfall_of
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles

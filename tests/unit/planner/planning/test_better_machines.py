@@ -12,7 +12,7 @@ import pytest
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import Hardware, ModelShape, load, machine_of, published_models
-from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.question import KeptShapes, PlanQuestion, Profiles
 from windlass.planner.solver import DoesNotFitError

@@ -13,7 +13,7 @@ from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus
-from windlass.planner.planning.planner import fastest_plan
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
 from windlass.planner.question.profiles import Profiles

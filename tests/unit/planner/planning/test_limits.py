@@ -11,7 +11,7 @@ from windlass.planner.feasibility.feasibility import fits, with_part
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import limits
 from windlass.planner.planning.limits import find
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion

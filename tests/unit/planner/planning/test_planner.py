@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.papers.published_models import RATEL_SHAPES
+from benchmarks.papers.published.models import RATEL_SHAPES
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
@@ -23,9 +23,10 @@ from windlass.planner.hardware.model_shape import ModelShape, published_models
 from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import planner as planning
+from windlass.planner.planning import simulated_search
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import Profiler, config_of_shape
-from windlass.planner.question.exact_search import solve_exactly
+from windlass.planner.question.exact_search import counted, solve_exactly
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.profiles import Profiles, planned_job
 from windlass.planner.question.question import PlanQuestion
@@ -104,13 +105,13 @@ def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None
     few_layers = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     asked = question(hardware, config=few_layers)
     profiles = Profiles(asked)
-    _, fastest, step_s = planning.fastest_plan(asked, profiles)
-    _, least_bound = planning.best_plan(asked, profiles)
+    _, fastest, step_s = simulated_search.fastest_plan(asked, profiles)
+    _, least_bound = simulated_search.best_plan(asked, profiles)
     assert step_s is not None
     assert fastest.step_s >= least_bound.step_s * (1 - 1e-3)
 
-    assert step_s == planning.promised_step_s(asked, profiles, fastest)
-    assert step_s <= planning.promised_step_s(asked, profiles, least_bound)
+    assert step_s == simulated_search.promised_step_s(asked, profiles, fastest)
+    assert step_s <= simulated_search.promised_step_s(asked, profiles, least_bound)
     report = answer(asked)
     assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
 
@@ -124,13 +125,13 @@ def test_plans_swap_less_to_the_ssds_where_compute_would_wait_for_them() -> None
         hardware, config=few_layers, batch_size=32, sequence_length=1024, num_microbatches=2, clip_norm=None
     ).changed(commit_minutes=0.0)
     profiles = Profiles(asked)
-    _, least_bound = planning.best_plan(asked, profiles)
-    _, fastest, step_s = planning.fastest_plan(asked, profiles)
-    busy_s = planning.promised_step_s(asked, profiles, least_bound)
+    _, least_bound = simulated_search.best_plan(asked, profiles)
+    _, fastest, step_s = simulated_search.fastest_plan(asked, profiles)
+    busy_s = simulated_search.promised_step_s(asked, profiles, least_bound)
     assert step_s is not None
     assert step_s < 0.95 * busy_s
     assert fastest.placement.ssd_activation_nbytes < least_bound.placement.ssd_activation_nbytes
-    assert planning.counted(asked, profiles, fastest)[1] <= 0
+    assert counted(asked, profiles, fastest)[1] <= 0
 
 
 def test_kept_gradients_are_planned_where_updates_during_the_backward_pass_wait(
@@ -142,8 +143,8 @@ def test_kept_gradients_are_planned_where_updates_during_the_backward_pass_wait(
     def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
         return solution.step_s * (1000 if solution.costs.job.update_order is UpdateOrder.ACTIVE else 1)
 
-    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
-    job, fastest, _ = planning.fastest_plan(asked, Profiles(asked))
+    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+    job, fastest, _ = simulated_search.fastest_plan(asked, Profiles(asked))
     assert job.update_order is fastest.costs.job.update_order is UpdateOrder.KEPT
 
 
@@ -154,7 +155,7 @@ def test_a_step_without_clipping_is_not_slower_in_the_simulation(size: int) -> N
     clipped = question(config=shape, sequence_length=1024)
     free = question(config=shape, sequence_length=1024, clip_norm=None, chooses_order=True)
     profiles = Profiles(clipped)
-    clipped_s, free_s = (planning.fastest_plan(asked, profiles)[2] for asked in (clipped, free))
+    clipped_s, free_s = (simulated_search.fastest_plan(asked, profiles)[2] for asked in (clipped, free))
     assert clipped_s is not None
     assert free_s is not None
     assert free_s <= clipped_s
@@ -177,7 +178,7 @@ def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
         job = profiles.job(asked, number)
         found = search((job,), asked.speeds, asked.limits, num_others=3, near=0.02)
         for solution in [found.best, *found.others][:4]:
-            assert planning.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
+            assert simulated_search.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
 
 
 @pytest.mark.long
@@ -291,7 +292,7 @@ def test_with_more_host_memory_a_job_that_fits_still_fits_and_is_hardly_slower()
     profiles, best_s = Profiles(asked), float("inf")
     for host_mib in (800, 1200, 1600, 2400):
         limited = replace(asked, host_memory_nbytes=host_mib << 20)
-        _, solution = planning.best_plan(limited, profiles)
+        _, solution = simulated_search.best_plan(limited, profiles)
         assert solution.nbytes[MemoryTier.DEVICE] <= limited.limits.device_nbytes
         assert solution.nbytes[MemoryTier.HOST] <= host_mib << 20
         assert solution.step_s <= 1.01 * best_s
@@ -428,8 +429,8 @@ def test_no_plan_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.append((job.num_microbatches, job.update_order, solution.placement, solution.plan))
         return 2 * solution.step_s
 
-    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
-    planning.fastest_plan(asked, Profiles(asked))
+    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+    simulated_search.fastest_plan(asked, Profiles(asked))
     assert plans
     assert all(one != other for one, other in itertools.combinations(plans, 2))
 
@@ -446,11 +447,11 @@ def test_a_simulation_that_ended_early_counts_for_no_larger_limit(monkeypatch: p
         limits_s.append(most_s / whole_s)
         return min(whole_s, 1.001 * most_s)
 
-    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
-    simulated: list[planning._Simulated] = []
+    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+    simulations = simulated_search._Simulations(question=asked, profiles=profiles, watcher=simulated_search.NOBODY)
 
     def step_s(share: float) -> float:
-        return planning._step_of(asked, profiles, solution, simulated, share * whole_s)
+        return simulations.step_of(solution, share * whole_s)
 
     assert step_s(0.8) < 0.9 * whole_s
     assert step_s(0.7) < 0.9 * whole_s
@@ -469,8 +470,8 @@ def test_a_far_slower_plan_with_the_smallest_bound_does_not_hide_a_faster_one_of
     def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
         return next(kept_s) if solution.costs.job.update_order is UpdateOrder.KEPT else 1e3
 
-    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
-    assert planning.fastest_plan(asked, Profiles(asked))[2] == 9e2
+    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+    assert simulated_search.fastest_plan(asked, Profiles(asked))[2] == 9e2
 
 
 def test_plans_of_both_places_of_kept_gradients_are_tried_with_fewer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,15 +479,13 @@ def test_plans_of_both_places_of_kept_gradients_are_tried_with_fewer_waits(monke
     asked = question(config=config, batch_size=64, sequence_length=1024, clip_norm=1.0, kept_shapes=KeptShapes())
     tried = []
 
-    def with_fewer_waits(
-        question: PlanQuestion, profiles: Profiles, busy: Solution, simulated: list[planning._Simulated]
-    ) -> tuple[Solution, float]:
+    def with_fewer_waits(busy: Solution, simulations: simulated_search._Simulations) -> tuple[Solution, float]:
         tried.append(busy.costs.spills)
-        return busy, planning._step_of(question, profiles, busy, simulated)
+        return busy, simulations.step_of(busy)
 
-    monkeypatch.setattr(planning, "promised_step_s", lambda _, __, solution, **___: 1.2 * solution.step_s)
-    monkeypatch.setattr(planning, "_with_fewer_waits", with_fewer_waits)
-    planning.fastest_plan(asked, Profiles(asked))
+    monkeypatch.setattr(simulated_search, "promised_step_s", lambda _, __, solution, **___: 1.2 * solution.step_s)
+    monkeypatch.setattr(simulated_search, "_with_fewer_waits", with_fewer_waits)
+    simulated_search.fastest_plan(asked, Profiles(asked))
     assert len(tried) == len(set(tried)) == 2
 
 
@@ -502,10 +501,10 @@ def test_the_other_place_of_kept_gradients_is_tried_whatever_order_the_smallest_
     fastest, wanted = (plan(UpdateOrder.KEPT, spills), 2.0), []
     best = fastest[0] if order is UpdateOrder.KEPT else plan(order, spills=False)
     found = SimpleNamespace(best=best, of_kind=lambda order, spills, _: wanted.append((order, spills)))
-    monkeypatch.setattr(planning, "_search", lambda *_, **__: found)
-    monkeypatch.setattr(planning, "_fastest_of", lambda *_: fastest)
-    monkeypatch.setattr(planning, "_with_fewer_waits", lambda *_: fastest)
-    planning.fastest_plan(question(clip_norm=None, chooses_order=True), SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(simulated_search, "_search", lambda *_, **__: found)
+    monkeypatch.setattr(simulated_search, "_fastest_of", lambda *_: fastest)
+    monkeypatch.setattr(simulated_search, "_with_fewer_waits", lambda *_: fastest)
+    simulated_search.fastest_plan(question(clip_norm=None, chooses_order=True), SimpleNamespace())  # type: ignore[arg-type]
     assert wanted == [(UpdateOrder.KEPT, not spills), (UpdateOrder.ACTIVE, None)]
 
 
@@ -520,8 +519,8 @@ def test_plans_of_which_none_is_faster_are_not_simulated(kept_share: float, monk
         orders.append(order)
         return 1e3 * (kept_share if order is UpdateOrder.KEPT else 1.0)
 
-    monkeypatch.setattr(planning, "promised_step_s", promised_step_s)
-    planning.fastest_plan(asked, Profiles(asked))
+    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+    simulated_search.fastest_plan(asked, Profiles(asked))
     # The third one is that in which more gradients may wait for their update.
     assert orders.count(UpdateOrder.ACTIVE) == 3
     assert orders.count(UpdateOrder.KEPT) == 2
@@ -533,5 +532,27 @@ def test_program_whose_presolve_does_not_end_is_solved(monkeypatch: pytest.Monke
     hardware = with_part(hardware, host=with_part(hardware.host, memory_gib=0.8 * hardware.host.memory_gib))
     config = ShapeConfig(shape=load(ModelShape, published_models()["llama-3.1-8b"]), num_tokens=1024)
     asked = question(hardware, config=config, sequence_length=1024, clip_norm=None, chooses_order=True)
-    monkeypatch.setattr(planning, "promised_step_s", lambda _, __, solution, **___: 1.05 * solution.step_s)
-    planning.fastest_plan(asked, Profiles(asked))
+    monkeypatch.setattr(simulated_search, "promised_step_s", lambda _, __, solution, **___: 1.05 * solution.step_s)
+    simulated_search.fastest_plan(asked, Profiles(asked))
+
+
+def llama_8b(**settings: Any) -> PlanQuestion:
+    """The question for a model of known shape, with everything left to the planner."""
+    config = ShapeConfig(shape=load(ModelShape, published_models()["llama-3.1-8b"]), num_tokens=2048)
+    hardware = machine_of("rtx4090:gpus=1,ram=128,ssds=3")
+    told = {"sequence_length": 2048, "kept_shapes": KeptShapes(), **settings}
+    return question(hardware, config=config, chooses_order=True, chooses_cut=True, **told)
+
+
+def test_listed_counts_begin_with_what_is_left_to_the_limit_by_rounding() -> None:
+    """A share that was left was a little less than nothing here, so a number of blocks was negative."""
+    assert answer(llama_8b(batch_size=44)).feasible
+
+
+def test_examples_that_micro_batches_lack_count_for_no_rate() -> None:
+    """Five examples in four micro-batches take as long as eight."""
+    few, all_ = (answer(llama_8b(batch_size=number, num_microbatches=4)) for number in (5, 8))
+    assert few.step_s == all_.step_s
+    assert few.tokens_per_s is not None
+    assert all_.tokens_per_s is not None
+    assert few.tokens_per_s == pytest.approx(5 / 8 * all_.tokens_per_s)

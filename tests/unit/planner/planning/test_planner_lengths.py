@@ -27,8 +27,9 @@ from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.feasibility.remedies import _smaller
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning import planner as planning
 from windlass.planner.planning.job_planning import plan_job, question_of
+from windlass.planner.planning.planner import planned
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.exact_search import solve_exactly
 from windlass.planner.question.plan_request import PlanRequest
@@ -60,8 +61,8 @@ def solved(asked: PlanQuestion) -> tuple[float, int]:
 
 def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
     """The report of the best plan by the cost model, without simulation."""
-    job, solution = planning.best_plan(asked, profiles)
-    return planning.planned(asked, job, solution, profiles, advises=False).report
+    job, solution = best_plan(asked, profiles)
+    return planned(asked, job, solution, profiles, advises=False).report
 
 
 @pytest.mark.long

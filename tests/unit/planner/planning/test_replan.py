@@ -8,8 +8,9 @@ import pytest
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape
-from windlass.planner.planning.planner import Planned, answer, best_plan
+from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.planning.replan import CorrectedPlan, RunningJob, correct
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.predictions.measured_steps import measured_step
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles

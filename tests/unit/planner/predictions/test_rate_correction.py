@@ -11,8 +11,9 @@ from windlass.planner.cost.activation_options import holding_ways, ways_of_layer
 from windlass.planner.cost.model_profile import AgainTimes
 from windlass.planner.predictions.rate_correction import Correction, MeasuredStep, WorkDone, correction_of
 from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.planned_job import Limits
 from windlass.planner.solver.solution import solution_of
-from windlass.planner.solver.step_cost import Limits, StepCosts
+from windlass.planner.solver.step_cost import StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 GB = 10**9

@@ -9,9 +9,9 @@ from windlass.planner.profiling import MachinePace, machine_pace, pace_of_an_ans
 from windlass.planner.question.at_present import at_pace, told_of_pace
 from windlass.planner.question.report import report_of
 from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.planned_job import Limits
 from windlass.planner.solver.solution import Solution
 from windlass.planner.solver.step_bounds import Part
-from windlass.planner.solver.step_cost import Limits
 
 
 def plan_on_cpu(*, ssd_share: float) -> Solution:

@@ -15,12 +15,13 @@ from windlass.engine.memory_plan import MIN_PASSING_BLOCKS, MIN_STATE_DEPTH
 from windlass.engine.training_config import TrainingConfig
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import ModelShape, load, machine_of, published_models
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.question import KeptShapes, PlanQuestion, Profiles, exact_search
 from windlass.planner.solver import DoesNotFitError
 from windlass.planner.solver.family import kinds_of
-from windlass.planner.solver.step_cost import Limits, StepCosts
+from windlass.planner.solver.planned_job import Limits
+from windlass.planner.solver.step_cost import StepCosts
 
 LIMITS = Limits(device_nbytes=1e9, host_nbytes=1e12, ssd_nbytes=1e12)
 
@@ -52,6 +53,7 @@ def test_counter_begins_with_the_limit_that_fitted_for_the_same_buffers_only(mon
 
     monkeypatch.setattr(exact_search, "solved", solved)
     monkeypatch.setattr(exact_search, "counted", counted)
+    monkeypatch.setattr(exact_search._Counter, "_unfit", lambda *_: frozenset())
     monkeypatch.setattr(exact_search._Counter, "_lighter", lambda *_: None)
     monkeypatch.setattr(exact_search._Counter, "_with_lightest", lambda *_: None)
     counter = exact_search._Counter(SimpleNamespace(num_layers=None), None)  # type: ignore[arg-type]
@@ -172,6 +174,7 @@ def counter_of(monkeypatch: pytest.MonkeyPatch, solved: Callable[[StepCosts, flo
         "counted",
         lambda _, __, solution: (solution, solution.costs.limits.device_nbytes - 0.9 * LIMITS.device_nbytes),
     )
+    monkeypatch.setattr(exact_search._Counter, "_unfit", lambda *_: frozenset())
     monkeypatch.setattr(exact_search._Counter, "_lighter", lambda *_: None)
     monkeypatch.setattr(exact_search._Counter, "_with_lightest", lambda *_: None)
     return exact_search._Counter(SimpleNamespace(num_layers=None), None)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from tests.support.planner.profiles import make_job, make_speeds
 from windlass.amounts import GIB
 from windlass.planner.question.report import choices_of, report_of
 from windlass.planner.solver.placement_search import solve_job
-from windlass.planner.solver.step_cost import Limits
+from windlass.planner.solver.planned_job import Limits
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.engine.model.layout import ModelLayout
 from windlass.planner.hardware.hardware import Hardware
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion

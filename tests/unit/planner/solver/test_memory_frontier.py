@@ -12,8 +12,9 @@ from tests.support.examples import examples
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.planner.solver.memory_frontier import Bytes, MemoryFrontier, frontiers_of
+from windlass.planner.solver.planned_job import TIER_INDEX, Limits
 from windlass.planner.solver.program.integer_program import least_assignment, outcome_of
-from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StepCosts
+from windlass.planner.solver.step_cost import StepCosts
 
 MIB = 2**20
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)

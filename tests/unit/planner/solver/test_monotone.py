@@ -12,8 +12,8 @@ from tests.support.planner.profiles import make_job, make_speeds, with_cuts
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.cost.rates import Speeds
 from windlass.planner.solver.placement_search import search, solve_job
+from windlass.planner.solver.planned_job import Limits, PlannedJob
 from windlass.planner.solver.solution import DoesNotFitError
-from windlass.planner.solver.step_cost import Limits, PlannedJob
 
 MIB = 2**20
 # Each example solves for two plans or more.

@@ -24,10 +24,11 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, cut_bases_of, cuts_of, group_sizes, kinds_of
 from windlass.planner.solver.placement_search import Solve, _Search, search, solve_job
+from windlass.planner.solver.planned_job import Limits, PlannedJob, values_by_tier
 from windlass.planner.solver.program.integer_program import Assignment, outcome_of, solve
 from windlass.planner.solver.solution import DoesNotFitError, Solution, commit_every_of, solution_of, solved
 from windlass.planner.solver.step_bounds import HOST_PARTS, Part
-from windlass.planner.solver.step_cost import Limits, PlannedJob, StateTier, StepCosts, values_by_tier
+from windlass.planner.solver.step_cost import StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 MIB = 2**20
@@ -450,8 +451,12 @@ def test_matrices_are_cut_where_whole_ones_do_not_fit_or_leave_too_little_memory
     smallest = solve_job(cuts, speeds, limits(least_cut_mib + 0.1, 2000))
     assert smallest.costs.job.cut == 2**20
     assert smallest.plan.streams_ends
-    tied = with_cuts(make_job(keeps_grads=True, is_tied=True), 2**20)
-    assert not any(cut.streams_ends for base in bases_of(tied, speeds, PLENTY) for cut in cut_bases_of(base))
+    for num_lanes in (1, 2):
+        of_lanes = make_job(keeps_grads=True, is_tied=True, num_microbatches=2)
+        of_lanes = replace(of_lanes, training=replace(of_lanes.training, lanes=num_lanes))
+        tied = with_cuts(of_lanes, 2**20)
+        ends = {cut.streams_ends for base in bases_of(tied, speeds, PLENTY) for cut in cut_bases_of(base)}
+        assert ends == ({False, True} if num_lanes == 1 else {False})
 
 
 def test_cuts_are_powers_of_four_below_the_largest_matrix() -> None:

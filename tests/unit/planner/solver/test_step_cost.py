@@ -10,8 +10,9 @@ from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.planner.solver.family import bases_of
+from windlass.planner.solver.planned_job import TIER_INDEX, Limits
 from windlass.planner.solver.step_bounds import Part
-from windlass.planner.solver.step_cost import TIER_INDEX, Limits, StateTier, StepCosts
+from windlass.planner.solver.step_cost import StateTier, StepCosts
 
 PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
 NUM_LAYERS, HEAD = 6, 7

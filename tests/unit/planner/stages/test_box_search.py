@@ -11,7 +11,7 @@ import pytest
 from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, question_on, server
 from windlass.planner.feasibility.feasibility import least_memory_of, with_part
 from windlass.planner.feasibility.shortfall import least_gpu
-from windlass.planner.planning.planner import best_plan
+from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.simulation.planned_job import simulated_step_s
 from windlass.planner.stages import box_search

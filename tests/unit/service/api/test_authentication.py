@@ -23,6 +23,7 @@ from windlass.storage.sql.repositories.jobs import JobRepository
 JOBS = "/v1/fine_tuning/jobs"
 HOOKS = "/v1/webhook_endpoints"
 BOXES = "/v1/boxes"
+MACHINE = "/v1/fine_tuning/machines/{machine}"
 OPEN = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
@@ -90,7 +91,7 @@ def arguments_of(method: str, path: str, things: Things) -> dict[str, Any]:
 
 
 def ask(world: World, who: str | None, method: str, path: str, things: Things, **more: Any) -> Any:
-    filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, path="style.css")
+    filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, machine="rtx4090", path="style.css")
     return world.ask(who, method, filled, **(arguments_of(method, path, things) | more))
 
 
@@ -139,7 +140,7 @@ def test_objects_of_other_users_are_not_found(world: World, whose: str | None) -
         if (method, path) in FOR_ADMINS:
             if response.status_code != 403:
                 seen[method, path] = response.text
-        elif "{" in path and path != f"{BOXES}/{{name}}":  # boxes are everybody's
+        elif "{" in path and path not in (f"{BOXES}/{{name}}", MACHINE):  # boxes and machines are everybody's
             theirs, none = response, ask(world, "bob", method, path, NOTHING)
             told, expected = theirs.text, none.text
             for name, value in things.ids.items():

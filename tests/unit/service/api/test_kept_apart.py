@@ -57,6 +57,8 @@ WHOSE = {
     ("POST", f"{BOXES}/{{name}}/remove"): Whose.ADMINS,
     ("POST", "/v1/join_codes"): Whose.ADMINS,
     ("GET", f"{BOXES}/{{name}}"): Whose.NOBODYS,
+    ("GET", "/v1/fine_tuning/machines"): Whose.NOBODYS,
+    ("GET", "/v1/fine_tuning/machines/{machine}"): Whose.NOBODYS,
     ("GET", BOXES): Whose.LISTED,
     ("GET", "/v1/events/stream"): Whose.LISTED,
     ("GET", "/v1/files"): Whose.LISTED,
@@ -138,7 +140,7 @@ def _mark(world: World, settings: Settings, who: str | None) -> None:
 def ask(world: World, who: str, method: str, path: str, **more: Any) -> Any:
     """Makes a valid request of user `who` for objects of alice."""
     things = world.things[THEIRS]
-    filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, path="style.css")
+    filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, machine="rtx4090", path="style.css")
     return world.ask(who, method, filled, **(arguments_of(method, path, world.things[who]) | more))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.service.cluster_stage import Cluster
+from tests.support.service.spread_stage import Spread
 from windlass.storage.sql.database import Database
 
 
@@ -24,3 +25,11 @@ def cluster(tmp_path: Path, databases: tuple[Database, Database]) -> Iterator[Cl
     cluster = Cluster(tmp_path, *databases)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def spread(tmp_path: Path, databases: tuple[Database, Database]) -> Iterator[Spread]:
+    spread = Spread(tmp_path, *databases)
+    yield spread
+    spread.head.dispatcher._spread.close()
+    spread.close()

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from tests.support.service.cluster_stage import NAME, add_box
 from tests.support.service.dispatcher_stage import Stage
-from tests.unit.service.cluster.test_spread_jobs import PLAN, STAGES, Spread
+from tests.support.service.spread_stage import PLAN, STAGES, Spread
 from windlass.actors.runtime.moving.division import MOVED
 from windlass.actors.scheduler.scheduler import INTERRUPTED, PAUSED
 from windlass.actors.worker_policy.stages import Stage as Blocks
@@ -27,11 +27,7 @@ from windlass.storage.ids import LayoutEpoch, Step
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import Job, JobPart
-from windlass.storage.sql.repositories.boxes import (
-    Instruction,
-    MirrorRepository,
-    PartRepository,
-)
+from windlass.storage.sql.repositories.boxes import Instruction, MirrorRepository, PartRepository
 from windlass.storage.store.decisions import DECISIONS_FILE, Decision, DecisionLog
 
 OTHER = "cellar"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.service.jobs.test_spec_builder import MACHINE, RESULTS, job_of, windlass_settings
+from tests.support.service.prepared_jobs import MACHINE, RESULTS, job_of, windlass_settings
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.report import PlanReport
 from windlass.service.installation.settings import Settings

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.actors.whole_jobs import Run
 from tests.support.cut_off import CutOff
+from tests.support.service.prepared_jobs import RESULTS, job_of, windlass_settings
 from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_spec
-from tests.unit.actors.parity.test_local_groups import Run
-from tests.unit.service.jobs.test_spec_builder import RESULTS, job_of, windlass_settings
 from tests.unit.service.jobs.test_stage_plans import cpu_machine, filled_home, run_with
 from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, UpdateStep

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.service.jobs.test_spec_builder import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
+from tests.support.service.prepared_jobs import CONFIG, RESULTS, job_of, request_of, spec_of, windlass_settings
 from windlass.planner.planning.job_planning import question_of
 from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds
 from windlass.planner.question.plan_request import PlanRequest

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.actors.whole_jobs import Run
 from tests.support.service.cluster_stage import LAYOUT
+from tests.support.service.prepared_jobs import MACHINE, RESULTS, job_of, windlass_settings
 from tests.support.training import has_direct_io, keep_calibration, leftovers_of, make_spec
-from tests.unit.actors.parity.test_local_groups import Run
 from tests.unit.planner.stages.test_stages_plan import FIRST, LAST, PLAN
-from tests.unit.service.jobs.test_spec_builder import MACHINE, RESULTS, job_of, windlass_settings
 from windlass.actors.job.context import make_context
 from windlass.actors.job.pace import Pace
 from windlass.actors.job.spec import JobCore, JobSpec
@@ -28,13 +28,7 @@ from windlass.planner.stages.stages_request import PairRate
 from windlass.service.installation.settings import Settings
 from windlass.service.jobs.box_plans import BoxKind
 from windlass.service.jobs.machine_resources import MachineResources
-from windlass.service.jobs.plan_files import (
-    expected_pace,
-    keep_plan_request,
-    load_plan,
-    load_plan_request,
-    plans_of,
-)
+from windlass.service.jobs.plan_files import expected_pace, keep_plan_request, load_plan, load_plan_request, plans_of
 from windlass.service.jobs.plan_view import predicted_of
 from windlass.service.jobs.spec_builder import build_job_spec, job_dir, resolve_job
 from windlass.service.jobs.stage_plans import (

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.examples import examples
-from windlass.engine.memory_plan.plan import ModelSize, make_plan
+from windlass.engine.memory_plan.arena.layout import make_plan
+from windlass.engine.memory_plan.plan import ModelSize
 from windlass.engine.model.layout import choose_chunk_numel
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import Attempt, JobId, Span

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.actors.moving_job import ONE_BOX, MovingJob
-from tests.unit.actors.parity.test_local_stages import STAGES
+from tests.support.actors.stage_runs import STAGES
 from windlass.actors.runtime.moving.division import ChunkMove, blocks_text
 from windlass.actors.worker_policy.stages import Stage
 

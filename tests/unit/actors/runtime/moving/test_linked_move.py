@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on
+from tests.support.actors.stage_runs import STAGES
 from tests.support.storage.links import quick
-from tests.unit.actors.parity.test_linked_stages import ends, relays_of
-from tests.unit.actors.parity.test_local_stages import STAGES
+from tests.unit.actors.parity.boxes.test_linked_stages import ends, relays_of
 from windlass.actors.runtime.boxes.box_link import LinkEnd
 from windlass.actors.runtime.boxes.first_box import BoxFailedError
 from windlass.actors.runtime.moving.chunk_transfers import ChunkTransfers

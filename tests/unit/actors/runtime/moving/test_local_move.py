@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on, hidden
+from tests.support.actors.stage_runs import STAGES
 from tests.support.cut_off import CutOff
 from tests.support.training import keep_calibration
-from tests.unit.actors.parity.test_local_stages import STAGES
 from windlass.actors.runtime.moving.lead import Moved
 from windlass.actors.runtime.moving.local_move import move_locally
 from windlass.actors.runtime.start_up import decisions_path, recovery_of

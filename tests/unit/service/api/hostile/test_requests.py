@@ -273,7 +273,9 @@ def test_no_other_site_reaches_anything(world: World, headers: dict[str, str], l
         world.client.post("/login", data={"key": world.secrets["alice"]}, headers=own, follow_redirects=False)
     before = state_of(world)
     for method, path in routes_of(world.client):
-        filled = path.replace("{model:path}", "{model}").format(**things.ids, name=BOX, path="style.css")
+        filled = path.replace("{model:path}", "{model}").format(
+            **things.ids, name=BOX, machine="a100-40g-server", path="style.css"
+        )
         forms: list[dict[str, Any]] = [{}]
         if method == "POST":
             forms += [

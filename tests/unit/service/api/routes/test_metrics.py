@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from tests.support.service.api_client import context_of, make_model, serve, upload
 from tests.support.service.boxes import GIB, TIB, add_box
-from tests.unit.service.api.routes.test_job_metrics import BYTES, make_job, tell
+from tests.unit.service.api.routes.jobs.test_job_metrics import BYTES, make_job, tell
 from windlass.service.api.routes import health
 from windlass.service.installation.settings import Settings
 from windlass.storage.sql.job_status import JobStatus

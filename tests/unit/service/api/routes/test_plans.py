@@ -27,7 +27,7 @@ from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
-from windlass.service.api.routes import plans
+from windlass.service.api import plan_run
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import plan as cli_plan
 from windlass.service.cli.arguments import ids as cli_ids
@@ -121,7 +121,7 @@ def test_a_plan_gets_memory_beside_what_runs_and_else_none(
     planning: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreparationMemory, "free_nbytes", lambda _self: GIB)
-    monkeypatch.setattr(plans, "_WAIT_FOR_MEMORY_S", 0.1)
+    monkeypatch.setattr(plan_run, "_WAIT_FOR_MEMORY_S", 0.1)
     response = ask(planning, hardware=MACHINE, windlass={"sequence_length": 64})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_memory")
     assert "1.00 GiB free beside what runs" in response.json()["error"]["message"]

@@ -1,0 +1,73 @@
+"""`/v1/fine_tuning/machines`: the machines that a plan can be asked for by name."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from windlass.planner.hardware import (
+    Hardware,
+    UnknownMachineError,
+    desktop_sizes,
+    example_machines,
+    machine_of,
+)
+from windlass.service.api import ContextDep, ListOf
+from windlass.service.installation import Settings
+from windlass.service.machine import measured_hardware
+from windlass.service.validation import ApiError
+
+_MEASURED = "measured"  # the name of this machine, as for `windlass plan --hardware`
+
+machines_router = APIRouter(prefix="/v1/fine_tuning/machines")
+
+
+class MachineObject(BaseModel):
+    """A machine that plans know by name. `sizes`: the values of each part of a desktop's name, the first one is meant.
+
+    `hardware` is what a request for a plan takes as its `hardware`.
+    """
+
+    object: Literal["fine_tuning.machine"] = "fine_tuning.machine"
+    id: str
+    description: str
+    hardware: Hardware
+    sizes: dict[str, list[int]] | None = None
+
+
+@machines_router.get("")
+def list_machines(context: ContextDep) -> ListOf[MachineObject]:
+    """Lists this machine if it was measured, then desktops in their least size, then published machines."""
+    return ListOf(data=list(_machines(context.settings)))
+
+
+@machines_router.get("/{machine}")
+def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
+    """Returns a machine. The name of a desktop may have sizes, such as `rtx4090:gpus=2,ram=128,ssds=2`."""
+    if machine == _MEASURED and (hardware := measured_hardware(context.settings)) is not None:
+        return _shown(machine, hardware)
+    try:
+        return _shown(machine, machine_of(machine))
+    except UnknownMachineError as error:
+        raise ApiError(str(error), status=404, param="machine", code="machine_not_found") from None
+
+
+def _machines(settings: Settings) -> Iterator[MachineObject]:
+    if (hardware := measured_hardware(settings)) is not None:
+        yield _shown(_MEASURED, hardware)
+    for name in [*desktop_sizes(), *sorted(example_machines())]:
+        yield _shown(name, machine_of(name))
+
+
+def _shown(name: str, hardware: Hardware) -> MachineObject:
+    sizes = desktop_sizes().get(name.partition(":")[0])
+    return MachineObject(id=name, description=_description(hardware), hardware=hardware, sizes=sizes)
+
+
+def _description(hardware: Hardware) -> str:
+    gpus, host, ssds = hardware.gpus, hardware.host, hardware.ssds
+    cards = f"{gpus.count} x {gpus.name or 'GPU'} ({gpus.memory_gib:.0f} GiB)" if gpus.count else "no GPU"
+    space = ssds.count * ssds.capacity_gib
+    drives = f"{ssds.count} {'SSD' if ssds.count == 1 else 'SSDs'} with {space:.0f} GiB"
+    return f"{cards}, {host.memory_gib:.0f} GiB of host memory, {drives}"

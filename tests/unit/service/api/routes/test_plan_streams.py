@@ -1,0 +1,168 @@
+"""Plans over HTTP as a stream: an estimate comes first, and a plan whose client has gone is ended."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.service.api.routes.test_plans import MACHINE, planning
+from windlass.planner.question.plan_request import abandoned_path
+from windlass.service.api import plan_run
+from windlass.service.api.middleware.rate_limit import BusyError, Turnstile
+from windlass.service.api.plan_run import PlanRun
+from windlass.service.installation.settings import Settings
+from windlass.service.preparation.sandbox.process import start_limited
+from windlass.service.preparation.steps import PLAN_JOB, PreparationStep
+from windlass.service.validation import ApiError
+
+__all__ = ["planning"]  # the fixture
+
+BODY: dict[str, Any] = {
+    "model": "llama",
+    "batch_size": 4,
+    "hardware": MACHINE,
+    "windlass": {"clip_norm": None, "sequence_length": 64},
+}
+# Waits for the file whose path is the last argument.
+_WAITING = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[-1]).exists(): time.sleep(0.01)"
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names and the data of a stream's events."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        events.append((fields["event"], json.loads(fields["data"])))
+    return events
+
+
+def test_an_estimate_comes_before_the_plan(planning: TestClient) -> None:
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    (first, estimate), (last, plan) = events_of(answer.text)
+    assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
+    assert estimate["estimated"]
+    assert "estimated" not in plan
+    assert estimate["feasible"]
+    assert 0 < estimate["step_s"] <= plan["step_s"]
+    assert plan == planning.post("/v1/fine_tuning/plans", json=BODY).json()
+
+
+def test_what_cannot_be_planned_is_refused_before_the_stream_or_in_it(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "model": "no-such", "stream": True})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model"
+
+    def poll(_: PlanRun) -> None:
+        raise ApiError("model: it has no layers", param="model", code="not_planned")
+
+    monkeypatch.setattr(PlanRun, "poll", poll)
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
+    ((kind, told),) = events_of(answer.text)
+    assert kind == "error"
+    assert (told["error"]["param"], told["error"]["code"]) == ("model", "not_planned")
+
+
+def test_the_place_of_a_stream_whose_client_has_gone_is_free_again(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled, closed, close = threading.Event(), threading.Event(), PlanRun.close
+
+    def close_and_tell(run: PlanRun) -> None:
+        close(run)
+        closed.set()
+
+    monkeypatch.setattr(PlanRun, "poll", lambda _: polled.set())  # the plan is never done
+    monkeypatch.setattr(PlanRun, "close", close_and_tell)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    headers = [(b"host", planning.base_url.netloc), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/fine_tuning/plans",
+        "raw_path": b"/v1/fine_tuning/plans",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 50000),
+        "server": ("127.0.0.1", 8000),
+    }
+    requests = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> dict[str, Any]:
+        if (request := next(requests, None)) is not None:
+            return request
+        while not polled.is_set():
+            await anyio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(_: dict[str, Any]) -> None:
+        pass
+
+    async def ask() -> None:
+        with anyio.fail_after(30):
+            await planning.app(scope, receive, send)  # type: ignore[arg-type]
+
+    planning.portal.call(ask)  # type: ignore[union-attr]
+    assert closed.wait(30)
+    until_s = time.monotonic() + 30
+    while not is_free(planning.app.state.context.limits.plans):  # type: ignore[attr-defined]
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def is_free(turnstile: Turnstile) -> bool:
+    """Returns whether the user has no place."""
+    try:
+        with turnstile.entered("", waits=False):
+            return True
+    except BusyError:
+        return False
+
+
+def test_a_planner_whose_plan_nobody_awaits_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it would have to learn again what it knows of the models."""
+
+    def step(folder: Path, _: object) -> PreparationStep:
+        result = folder / "result.json"
+        command = (sys.executable, "-c", _WAITING, str(abandoned_path(result)))
+        return PreparationStep(name=PLAN_JOB, command=command, result_path=result, timeout_s=60)
+
+    monkeypatch.setattr(plan_run, "plan_step", step)
+    run = PlanRun(Settings(home=tmp_path), SimpleNamespace(start=start_limited), None)  # type: ignore[arg-type]
+    assert run.poll() is None
+    process = run._preparation.process
+    assert process is not None
+    run.close()
+    assert process.wait() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_waits_for_the_users_plan_before(planning: TestClient) -> None:
+    plans = planning.app.state.context.limits.plans  # type: ignore[attr-defined]
+    place = plans.entered("")
+    place.__enter__()
+    threading.Timer(0.3, place.__exit__, (None, None, None)).start()
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
+    assert events_of(answer.text)[-1][0] == "fine_tuning.plan"
+
+
+def test_a_failure_in_a_stream_is_told(planning: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poll(_: PlanRun) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(PlanRun, "poll", poll)
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
+    ((kind, told),) = events_of(answer.text)
+    assert (kind, told["error"]["type"]) == ("error", "server_error")

@@ -1,0 +1,279 @@
+// The page that tries a job before it exists: a form, and the plan of what it says now.
+
+import * as api from "../support/api.js";
+import { curl, jsonBody, quoted } from "../support/commands.js";
+import { byId, make, setOptional, setPairs, setText } from "../support/dom.js";
+import * as format from "../support/format.js";
+import { askForPlan, listMachines, listModels } from "../support/plans.js";
+import { fill, percent, range, renderDetails, renderRefusal, seconds, setItems } from "./plan.js";
+import { PlanForm } from "./plan_form.js";
+
+const DELAY_MS = 150; // after the last change
+const SAME = 0.01; // share by which two steps may differ and still take the same time
+const DEFAULT_LENGTH = 2048; // of examples, unless the model takes less
+const FEW_TIMES = 1.1; // below it a speedup is told in percent
+const TIERS = { gpu: "GPU", host: "RAM", ssd: "SSDs" };
+const GIB = 2 ** 30;
+const WHAT_IF_NOTE = "More RAM, one more SSD, a faster card and so on, each planned alone. It takes some seconds.";
+
+export class PlanPage {
+  #isShown = false;
+  #hasForm = false;
+  #form;
+  #timer = null;
+  #asking = null; // AbortController of the question whose answer is awaited
+  #last = null; // { plan, values } of the last plan that was no estimate
+  #before = null; // the one before it, with other values
+
+  /** `route`: the address of the page, up to its query. */
+  constructor(route) {
+    this.route = route;
+    this.#form = new PlanForm(() => this.#onChange());
+    byId("try-what-if").addEventListener("click", () => this.#askWhatIf());
+    byId("try-reset").addEventListener("click", () => {
+      this.#form.read("");
+      this.#onChange();
+    });
+    addEventListener("hashchange", () => this.#onAddress());
+  }
+
+  /** Shows or hides the page. */
+  show(isShown) {
+    const begins = isShown && !this.#isShown;
+    this.#isShown = isShown;
+    byId("planner").hidden = !isShown;
+    if (begins) this.#open();
+    if (!isShown) this.#stop();
+  }
+
+  async #open() {
+    try {
+      const [models, machines] = await Promise.all([listModels(), listMachines()]);
+      if (!this.#isShown) return;
+      this.#form.fill(models.data.map(({ id }) => id), machines.data, this.#query);
+      this.#hasForm = true;
+    } catch (error) {
+      this.#showProblem(error);
+      return;
+    }
+    byId("to-plan").href = location.hash;
+    setOptional(byId("try-problem"), null);
+    const hasModel = this.#form.model !== null;
+    byId("try-no-models").hidden = hasModel;
+    byId("try-columns").hidden = !hasModel;
+    if (hasModel) this.#ask();
+  }
+
+  get #query() {
+    return location.hash.split("?")[1] ?? "";
+  }
+
+  /** The address was changed by hand, or by going back. */
+  #onAddress() {
+    if (!this.#isShown || !this.#hasForm || location.hash.split("?")[0] !== this.route) return;
+    if (this.#query === this.#form.query) return;
+    this.#form.read(this.#query);
+    this.#ask();
+  }
+
+  #onChange() {
+    this.#stop();
+    history.replaceState(null, "", `${this.route}?${this.#form.query}`);
+    byId("to-plan").href = location.hash; // who comes back finds the form as it was
+    byId("try-use").hidden = true; // its commands are those of the plan before
+    byId("try-answer").setAttribute("aria-busy", "true");
+    this.#timer = setTimeout(() => this.#ask(), DELAY_MS);
+  }
+
+  /** Drops the answer that is awaited. */
+  #stop() {
+    clearTimeout(this.#timer);
+    this.#asking?.abort();
+    this.#asking = null;
+    byId("try-what-if").disabled = false;
+  }
+
+  async #ask({ whatIf = false } = {}) {
+    this.#stop();
+    const asking = new AbortController();
+    this.#asking = asking;
+    const { signal } = asking;
+    const values = this.#form.values;
+    byId("try-answer").setAttribute("aria-busy", "true");
+    try {
+      const { body, machineName, hardware } = await this.#form.question();
+      if (signal.aborted) return;
+      // An estimate of what is already shown exactly would be a step back.
+      const isKnown = this.#last !== null && this.#form.changesFrom(this.#last.values).length === 0;
+      const onEstimate = (plan) => !signal.aborted && !isKnown && this.#showPlan(plan, true);
+      const plan = await askForPlan(whatIf ? { ...body, what_if: true } : body, { signal, onEstimate });
+      if (signal.aborted) return;
+      this.#keep(plan, values);
+      this.#showPlan(plan, false);
+      this.#showCommands(plan, body, machineName, hardware);
+    } catch (error) {
+      if (signal.aborted) return;
+      this.#showProblem(error);
+    }
+    this.#asking = null;
+    byId("try-what-if").disabled = false;
+    byId("try-answer").setAttribute("aria-busy", "false");
+  }
+
+  #askWhatIf() {
+    setText(byId("try-what-if-note"), "Planning each change…");
+    this.#ask({ whatIf: true });
+    byId("try-what-if").disabled = true;
+  }
+
+  /** Keeps a plan, and the one before it, for comparison. */
+  #keep(plan, values) {
+    if (this.#last && this.#form.changesFrom(this.#last.values).length > 0) this.#before = this.#last;
+    this.#last = { plan, values };
+  }
+
+  // --- what is shown ---
+
+  #showProblem(error) {
+    const isOfField = this.#form.showError(error);
+    const told = error instanceof api.Refusal ? error.message : "The service did not answer; change a setting to ask again.";
+    byId("try-use").hidden = true;
+    setText(byId("try-what-if-note"), WHAT_IF_NOTE);
+    setOptional(byId("try-problem"), isOfField ? null : told);
+    byId("try-answer").classList.add("is-old");
+    setText(byId("try-headline"), isOfField ? "One setting is wrong; it is marked in the form" : "There is no plan");
+    setOptional(byId("try-delta"), null);
+  }
+
+  #showPlan(plan, isEstimate) {
+    setOptional(byId("try-problem"), null);
+    this.#form.showError(null);
+    byId("try-answer").classList.remove("is-old");
+    byId("try-answer").classList.toggle("is-estimate", isEstimate);
+    setText(byId("try-headline"), headlineOf(plan, isEstimate));
+    const before = isEstimate ? null : this.#before;
+    setOptional(byId("try-delta"), before && `${comparison(before.plan, plan)} (${this.#form.changesFrom(before.values).join(", ")})`);
+    byId("try-delta").dataset.trend = before ? trendOf(before.plan, plan) : "";
+    byId("try-figures").hidden = !plan.feasible;
+    if (plan.feasible) setPairs(byId("try-figures"), figuresOf(plan, isEstimate));
+    setOptional(byId("try-bound"), plan.feasible ? plan.reasons?.[0] : null);
+    setOptional(byId("try-sure"), isEstimate ? null : sureness(plan));
+    byId("try-warnings").hidden = !plan.warnings?.length;
+    setItems(byId("try-warnings"), plan.warnings ?? []);
+    byId("try-refusal").hidden = plan.feasible;
+    if (!plan.feasible) renderRefusal("try-refusal", plan);
+    renderMemory(plan);
+    byId("try-details").hidden = !plan.feasible;
+    if (plan.feasible) renderDetails("try", plan);
+    byId("try-what-if-panel").hidden = false;
+    renderWhatIf(plan.what_if);
+  }
+
+  #showCommands(plan, body, machineName, hardware) {
+    const settings = plan.job_settings;
+    byId("try-use").hidden = false;
+    byId("try-use-job").hidden = !settings;
+    if (settings) {
+      setText(byId("try-settings"), JSON.stringify(settings, null, 2));
+      const request = { model: body.model, training_file: "FILE_ID", windlass: settings };
+      setText(byId("try-curl"), curl("/v1/fine_tuning/jobs", ...jsonBody(request, 2)));
+    }
+    setText(byId("try-command"), commandOf(plan, body, machineName, hardware));
+  }
+}
+
+function headlineOf(plan, isEstimate) {
+  if (!plan.feasible) return plan.reasons?.[0] ?? "It does not fit";
+  if (isEstimate) return `It fits: at least ${seconds(plan.step_s)} a step, being simulated…`;
+  return `It fits: ${seconds(plan.step_s)} a step`;
+}
+
+function figuresOf(plan, isEstimate) {
+  const { choices, step_s_low: low } = plan;
+  return [
+    ["A step", `${isEstimate ? "≥ " : ""}${seconds(plan.step_s)}`],
+    ["Likely", isEstimate || low == null ? format.small(null) : range(plan)],
+    ["Tokens a second", `${isEstimate ? "≤ " : ""}${format.rate(plan.tokens_per_s)}`],
+    ["Micro-batches", choices?.num_microbatches ? String(choices.num_microbatches) : format.small(null)],
+  ];
+}
+
+function sureness({ feasible, times_from: source, num_compared: number }) {
+  if (!feasible || !source) return null;
+  const compared = number > 0 ? `, corrected by ${number} measured ${number === 1 ? "job" : "jobs"}` : "";
+  return `The range is where nine of ten such jobs lie; times are from ${format.words(source)}${compared}.`;
+}
+
+const tokensOf = ({ step_s, tokens_per_s }) => step_s * tokens_per_s;
+const isNear = (ratio) => Math.abs(ratio - 1) <= SAME;
+
+/** How many times as fast the plan is: by its steps, or by tokens if its steps have another number of them. */
+function speedup(before, plan) {
+  const isOtherBatch = !isNear(tokensOf(plan) / tokensOf(before));
+  return [isOtherBatch ? plan.tokens_per_s / before.tokens_per_s : before.step_s / plan.step_s, isOtherBatch];
+}
+
+function comparison(before, plan) {
+  if (!plan.feasible) return before.feasible ? "It fitted before" : "It did not fit before, either";
+  if (!before.feasible) return "It fits now";
+  const [ratio, isOfTokens] = speedup(before, plan);
+  if (isNear(ratio)) return isOfTokens ? "As many tokens a second as before" : "As fast as before";
+  const larger = ratio > 1 ? ratio : 1 / ratio;
+  const times = larger < FEW_TIMES ? percent(larger - 1) : `${format.small(larger)}x`;
+  const how = isOfTokens ? (ratio > 1 ? "more tokens a second" : "fewer tokens a second") : ratio > 1 ? "faster" : "slower";
+  return `${times} ${how} than before`;
+}
+
+function trendOf(before, plan) {
+  if (!plan.feasible || !before.feasible) return plan.feasible ? "better" : before.feasible ? "worse" : "";
+  const [ratio] = speedup(before, plan);
+  return isNear(ratio) ? "" : ratio > 1 ? "better" : "worse";
+}
+
+function renderMemory({ peak_gib: peak, hardware, least_gpu_gib: least, least_gpu_reason: why }) {
+  byId("try-memory-panel").hidden = !peak && least == null;
+  const { gpus, host, ssds } = hardware ?? {};
+  const rooms = hardware && { gpu: gpus.memory_gib, host: host.memory_gib, ssd: ssds.count * ssds.capacity_gib };
+  const tiers = peak && rooms ? Object.keys(TIERS).filter((tier) => peak[tier] != null && (tier !== "gpu" || gpus.count > 0)) : [];
+  fill(byId("try-memory"), tiers.map((tier) => [TIERS[tier], peak[tier], rooms[tier]]), ([name, used, room]) => {
+    const item = make("li", "", used > room ? "warns" : "");
+    const meter = make("progress");
+    meter.value = Math.min(1, used / room);
+    meter.setAttribute("aria-label", `${name}: share in use at the peak`);
+    const told = `${format.bytes(used * GIB)} of ${format.bytes(room * GIB)}`;
+    item.append(make("span", name, "bar-name"), meter, make("span", told, "share"));
+    return item;
+  });
+  byId("try-least").hidden = least == null;
+  setText(byId("try-least-gib"), `It fits with at least ${format.bytes(least * GIB)} of GPU memory, all else as it is`);
+  setText(byId("try-least-why"), why ?? "");
+}
+
+function renderWhatIf(changes) {
+  byId("try-what-if-table").hidden = !changes;
+  setText(byId("try-what-if-note"), changes ? "The largest gain comes first." : WHAT_IF_NOTE);
+  fill(byId("try-what-if-rows"), changes ?? [], ({ change, feasible, step_s: step, tokens_per_s: rate, gain }) => {
+    const row = make("tr");
+    const head = make("th", change);
+    head.scope = "row";
+    const gained = gain == null ? format.small(null) : `${gain > 0 ? "+" : ""}${percent(gain)}`;
+    const cells = feasible ? [seconds(step), format.rate(rate), gained] : ["does not fit", "", ""];
+    row.append(head, ...cells.map((text) => make("td", text)));
+    return row;
+  });
+}
+
+/** The command line that asks the same question. */
+function commandOf(plan, { model, batch_size: batch, num_validation_examples: examples, windlass }, machineName, hardware) {
+  const length = plan.job_settings?.sequence_length ?? plan.example_tokens?.limit ?? windlass.sequence_length ?? DEFAULT_LENGTH;
+  const options = [["model", model], ["batch-size", batch], ["seq-len", length], ["hardware", machineName ?? "machine.yaml"]];
+  for (const [name, value] of Object.entries(windlass)) {
+    if (!["sequence_length", "clip_norm"].includes(name)) options.push([name.replaceAll("_", "-"), value]);
+  }
+  if (examples) options.push(["num-validation-examples", examples]);
+  const words = options.map(([name, value]) => `--${name} ${quoted(String(value))}`);
+  if (windlass.clip_norm === null) words.push("--no-clip");
+  const command = `windlass plan ${words.join(" ")}`;
+  if (machineName !== null) return command;
+  return `cat > machine.yaml <<'END'\n${JSON.stringify(hardware, (_, value) => value ?? undefined, 2)}\nEND\n${command}`;
+}
