@@ -16,6 +16,7 @@ from windlass.planner.answers.what_if import with_what_if
 from windlass.planner.planning import AbandonedError, answer_question, arguments_of, plan_job, watcher_of
 from windlass.planner.question import JobPlan, KeptShapes, PlanRequest, abandoned_path, estimate_path
 from windlass.planner.solver import forget_programs
+from windlass.storage.files import write_atomically
 
 
 def main() -> None:
@@ -38,10 +39,8 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
     estimate, abandoned = estimate_path(options.result), abandoned_path(options.result)
 
     def tell(plan: JobPlan) -> None:
-        unfinished = estimate.with_suffix(".unfinished")
         try:
-            unfinished.write_text(json.dumps(plan.to_json()))
-            unfinished.replace(estimate)
+            write_atomically(estimate, json.dumps(plan.to_json()))
         except OSError as error:  # the plan itself may still succeed
             print(f"the estimate could not be written: {error}", file=sys.stderr)
 
