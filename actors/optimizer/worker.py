@@ -1,6 +1,6 @@
 """A CPU optimizer of the pool: reads chunks from the SSD servers, updates them, and writes them back.
 
-`ChunkPipeline` orders the chunks. Its thread that begins chunks also runs the optimizer's other commands.
+`ChunkPipeline` orders the chunks. Its thread that reads states also runs the optimizer's other commands.
 """
 
 import threading

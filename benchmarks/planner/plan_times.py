@@ -22,6 +22,7 @@ from benchmarks.api.service import running
 from benchmarks.papers.published.models import RATEL_SHAPES
 from windlass.planner.hardware import Hardware, example_machines, load
 from windlass.planner.profiling import config_of_shape
+from windlass.service.cli.plan import EXIT_DOES_NOT_FIT
 from windlass.service.installation import Settings
 from windlass.storage.sql import migrate
 
@@ -70,7 +71,7 @@ def _shell_time(size: int, shape: Path, home: Path, *, clips: bool) -> PlanTime:
     before, start_s = _children_s(), time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
     wall_s, cpu_s = time.perf_counter() - start_s, _children_s() - before
-    if done.returncode not in (0, 2):  # 2: it does not fit
+    if done.returncode not in (0, EXIT_DOES_NOT_FIT):
         raise RuntimeError(f"`{' '.join(command)}` failed:\n{done.stderr[-4000:]}")
     return PlanTime(
         title=_title(size, clips=clips), wall_s=wall_s, cpu_s=cpu_s, fits=json.loads(done.stdout)["feasible"]

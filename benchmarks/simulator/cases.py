@@ -75,6 +75,8 @@ class Case:
     h2d_bytes: float = _FAST  # per second
     d2h_bytes: float = _FAST
     ssd_bytes: float | None = None  # of each SSD; None: not slowed down
+    optimizer_params: float | None = None  # updated per second; None: not slowed down
+    num_slots: int | None = None  # chunks of states at the optimizer; None: as many as by default
     num_microbatches: int = 2
     lanes: int = 1
     num_ranks: int = 1  # with more, only bytes can be compared: the slow machine has one link and one GPU
@@ -83,7 +85,18 @@ class Case:
 
     def hurried(self) -> "Case":
         """Returns the same job on a machine that is not slowed down."""
-        return replace(self, layer_s=0.001, h2d_bytes=_FAST, d2h_bytes=_FAST, ssd_bytes=None)
+        return replace(self, layer_s=0.001, h2d_bytes=_FAST, d2h_bytes=_FAST, ssd_bytes=None, optimizer_params=None)
+
+
+def _updates(num_slots: int) -> Case:
+    """Returns a job with states on SSDs and in memory, whose updates take longer than its passes."""
+    return Case(
+        placement=Placement(host_blocks=(0, 1, 4)),
+        layer_s=0.02,
+        ssd_bytes=8e5,
+        optimizer_params=1.5e5,
+        num_slots=num_slots,
+    )
 
 
 CASES = {
@@ -129,6 +142,8 @@ CASES = {
         layer_s=0.05,
         d2h_bytes=5e5,
     ),
+    "updates, few slots": _updates(num_slots=3),
+    "updates, more slots": _updates(num_slots=5),
     "all of it": Case(
         placement=Placement(
             group_size=2,
@@ -186,6 +201,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
             h2d_bytes=case.h2d_bytes,
             d2h_bytes=case.d2h_bytes,
             ssd_bytes=case.ssd_bytes,
+            optimizer_params=case.optimizer_params,
         )
         real = _train(spec, partition, machine, direct=direct)
         context = make_context(spec, partition.layout, "", _SSDS)
@@ -235,9 +251,12 @@ def _spec(case: Case, folder: Path) -> JobSpec:
         precision=Precision.FP32,
         kernel=Kernel.FUSED,  # do not compile a kernel for updates this small
     )
+    depths = QueueDepths(leaving_nbytes=_LEAVING_NBYTES)
+    if case.num_slots is not None:
+        depths = replace(depths, states=case.num_slots)
     return replace(
         spec,
-        placement=replace(case.placement, depths=QueueDepths(leaving_nbytes=_LEAVING_NBYTES)),
+        placement=replace(case.placement, depths=depths),
         kernel_dir=None,
         num_ranks=case.num_ranks,
         compute_threads=1,
@@ -275,7 +294,7 @@ def _rates(case: Case) -> Rates:
         d2h_bytes=case.d2h_bytes,
         ssd_read_bytes=ssd_rates,
         ssd_write_bytes=ssd_rates,
-        optimizer_params=math.inf,
+        optimizer_params=case.optimizer_params or math.inf,
         device_params=math.inf,
         launches_ahead=False,
     )

@@ -30,13 +30,22 @@ class SlowMachine:
     """Maximum rates. The product of a param with a token takes twice as long backward as forward."""
 
     def __init__(
-        self, *, products_per_s: float, h2d_bytes: float, d2h_bytes: float, ssd_bytes: float | None = None
+        self,
+        *,
+        products_per_s: float,
+        h2d_bytes: float,
+        d2h_bytes: float,
+        ssd_bytes: float | None = None,
+        optimizer_params: float | None = None,
     ) -> None:
-        """`products_per_s`: of matrix elements with tokens. `ssd_bytes`: per second, of each SSD."""
+        """`products_per_s`: of matrix elements with tokens. `ssd_bytes`: per second, of each SSD.
+
+        `optimizer_params`: updated per second. None: not slowed down.
+        """
         self._products_per_s = products_per_s
         self._due_s = 0.0  # time at which all products so far would be done on this machine
         self._links = {True: Gate(d2h_bytes), False: Gate(h2d_bytes)}
-        self._throttle = Throttle(ssd_bytes_per_s=ssd_bytes)
+        self._throttle = Throttle(ssd_bytes_per_s=ssd_bytes, optimizer_params_per_s=optimizer_params)
         # Bytes of each tensor that was swapped, by step and block.
         self.swapped: dict[tuple[int, int], list[int]] = defaultdict(list)
 

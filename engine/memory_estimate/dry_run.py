@@ -18,6 +18,7 @@ from windlass.engine.memory_estimate.model_facts import DeviceNeedUnknownError
 from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations, UnitNeed
 from windlass.engine.model import BlockRunner, GradBuffer, LossSums, Partition, fake_tensors
 from windlass.storage.ids import BlockIndex, HeadSlices
+from windlass.storage.memory import is_out_of_memory
 
 
 class _ImaginedStore:
@@ -206,19 +207,19 @@ class DryRun:
         self._runner.model.train(train)
         with self._fake:
             batch = [torch.zeros(passes.num_examples, passes.num_tokens, dtype=torch.long, device=self._device)]
-            with _unknown_where(0):
+            with unknown_where(0):
                 output_nbytes, held_nbytes, forward_peak_nbytes = self._forward_of_embedding(batch, keep=train)
             hidden = self._runner.inputs.pop()[0]
             kinds = [self._kind(BlockIndex(block)) for block in range(1, head)]
             for block, kind in enumerate(kinds, start=1):
                 if (key := (passes, kind, self._choice(block))) not in rehearsed.layers:
-                    with _unknown_where(block):
+                    with unknown_where(block):
                         find = self._layer if train else self._evaluated_layer
                         rehearsed.layers[key] = find(BlockIndex(block), hidden, batch)
             if passes not in rehearsed.found:
-                with _unknown_where(head):
+                with unknown_where(head):
                     head_peak_nbytes = self._head(hidden, train=train)
-                with _unknown_where(0):
+                with unknown_where(0):
                     backward_peak_nbytes = self._backward(BlockIndex(0), hidden, batch) if train else 0
                 embedding = UnitNeed(
                     output_nbytes=output_nbytes,
@@ -348,10 +349,13 @@ class DryRun:
 
 
 @contextlib.contextmanager
-def _unknown_where(block: int) -> Iterator[None]:
+def unknown_where(block: int) -> Iterator[None]:
+    """Raises DeviceNeedUnknownError for errors of a block that is run by shapes alone, unless memory ran out."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise DeviceNeedUnknownError(
             f"how much device memory block {block} needs is not known before it is computed: {type(error).__name__}: "
             f"{error}"

@@ -29,6 +29,7 @@ from windlass.engine.model.layout import (
     choose_chunk_numel,
 )
 from windlass.storage.ids import BlockIndex, Precision
+from windlass.storage.memory import is_out_of_memory
 
 # Held while PyTorch and transformers are patched to build a model. A second thread would make a patch permanent.
 _building = threading.Lock()
@@ -50,6 +51,8 @@ def load_config(model_dir: str | Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises various exceptions for invalid configs
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"the config of {Path(model_dir).name} cannot be used: {error}") from error
     return getattr(config, "get_text_config", lambda: config)() if _is_composite(config) else config
 
@@ -286,7 +289,10 @@ class Partition:
                 trace.run()
             except UnsupportedArchitectureError as refusal:
                 refusals.append(refusal)
-            except Exception as error:  # noqa: BLE001 - any exception of the model's code counts as a refusal
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                # Any other exception of the model's code counts as a refusal.
                 refusals.append(UnsupportedArchitectureError(f"{self.name} cannot be traced without weights: {error}"))
             else:
                 return trace

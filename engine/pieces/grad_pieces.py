@@ -390,7 +390,7 @@ class StreamedGrad:
         self._store(buffer, is_final=is_final)
 
     def _store(self, buffer: _Buffer, *, is_final: bool) -> None:
-        """Has a piece copied to host memory, after all queued work of the compute stream."""
+        """Has an open piece copied to host memory, after all queued work of the compute stream."""
         piece, sums, home = buffer.piece, self._total, self._home
         assert piece is not None, "the buffer has a piece"
         if buffer.is_lane:
@@ -400,7 +400,6 @@ class StreamedGrad:
         elif self._tied is not None and not is_final:
             home = self._tied.between
         device, stream, view = self._buffers.device, self._buffers.d2h, self._view(buffer, piece)
-        device.compute.wait(buffer.usable)
         if view.dtype is not self._dtype and home is self._home:
             view = self._rounded(buffer, piece)
         if self.norm is not None and home is self._home:

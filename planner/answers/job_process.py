@@ -7,16 +7,38 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from windlass.actors.lifecycle import NICENESS_BESIDE_COMPUTE
 from windlass.engine.data import DatasetError
+from windlass.engine.memory_estimate import DeviceNeedUnknownError
+from windlass.engine.model import UnsupportedArchitectureError
 from windlass.planner.answers.what_if import with_what_if
-from windlass.planner.planning import AbandonedError, answer_question, arguments_of, plan_job, watcher_of
-from windlass.planner.question import JobPlan, KeptShapes, PlanRequest, abandoned_path, estimate_path
+from windlass.planner.planning import (
+    AbandonedError,
+    CannotBePlannedError,
+    TimesLackError,
+    answer_question,
+    arguments_of,
+    plan_job,
+    watcher_of,
+)
+from windlass.planner.profiling import UnusableConfigError
+from windlass.planner.question import (
+    FAILURE,
+    LACKS_TIMES,
+    JobPlan,
+    KeptShapes,
+    PlanFailure,
+    PlanRequest,
+    abandoned_path,
+    estimate_path,
+)
 from windlass.planner.solver import forget_programs
 from windlass.storage.files import write_atomically
+from windlass.storage.memory import is_out_of_memory
 
 
 def main() -> None:
@@ -32,8 +54,10 @@ def begin() -> Callable[[Sequence[str]], None]:
 def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
     """Writes {"ok": true, ...} or {"ok": false, "error": {code, message, param}}.
 
-    The first form has a plan, or warnings if no plan could be made. Once there is a file of `abandoned_path`, an answer
-    without a plan comes.
+    The first form has a plan, or `warnings` if no plan could be made. If the request leaves measurements to another
+    process, and times lack, it has LACKS_TIMES. Once there is a file of `abandoned_path`, an answer without a plan
+    comes. An error that the request did not cause is written as FAILURE, because a job goes on without a plan. Its
+    traceback goes to the process's output.
     """
     options = arguments_of(arguments, "Plan a job.")
     estimate, abandoned = estimate_path(options.result), abandoned_path(options.result)
@@ -63,9 +87,17 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
             ).to_json()
         except AbandonedError:
             return {"warnings": ["the plan was abandoned"]}
-        except (DatasetError, RuntimeError, MemoryError) as error:
+        except TimesLackError:
+            return {LACKS_TIMES: True}
+        except (DatasetError, DeviceNeedUnknownError, CannotBePlannedError) as error:
             # For example, operators whose output shapes depend on the data. The job then runs without a plan.
-            return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"]}
+            return {"warnings": [f"no plan was made: {error}"]}
+        except (UnsupportedArchitectureError, UnusableConfigError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the service tells it apart by FAILURE
+            traceback.print_exc()
+            kind = PlanFailure.MEMORY if is_out_of_memory(error) else PlanFailure.ERROR
+            return {"warnings": [f"no plan was made: {type(error).__name__}: {error}"], FAILURE: kind}
 
     try:
         answer_question(options, answer_it)

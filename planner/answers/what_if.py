@@ -3,17 +3,28 @@
 Each answer is a plan by the same search as the job's own, so it is what `windlass plan` says of such a machine.
 """
 
+import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from windlass.amounts import GIB
 from windlass.engine.lanes import rounded_to_lanes
+from windlass.engine.memory_estimate import DeviceNeedUnknownError
 from windlass.planner.feasibility import with_part
-from windlass.planner.hardware import with_faster_card, with_one_more_gpu, with_one_more_ssd
-from windlass.planner.planning import Planned, plan_without_advice
-from windlass.planner.question import PlanQuestion, PlanReport, Profiles, WhatIf
+from windlass.planner.hardware import Hardware, limit_in_words, with_faster_card, with_more_ssds, with_one_more_gpu
+from windlass.planner.planning import (
+    Planned,
+    TimesLackError,
+    lacking_times,
+    plan_without_advice,
+    questions_by_number,
+)
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles, TimesNeed, WhatIf, different_needs
 from windlass.planner.solver import DoesNotFitError
 from windlass.planner.stages import BoxKind, BoxPlans, StagesError, best_plans
+from windlass.storage.memory import is_out_of_memory
 
 _MORE_RAM_GIB = 64
 # The rate of a network between two boxes where the machine's profile tells none: 10 Gbit/s, which a card and a cable
@@ -31,22 +42,73 @@ class Change:
     speedup: float = 1.0
 
 
-def with_what_if(question: PlanQuestion, planned: Planned, check: Callable[[], None] = lambda: None) -> Planned:
+def with_what_if(
+    question: PlanQuestion,
+    planned: Planned,
+    check: Callable[[], None] = lambda: None,
+    tell: Callable[[int, int], None] = lambda _number, _total: None,
+) -> Planned:
     """Returns the answer to a question with the answers for each change, the largest gain first.
 
-    `check`: is called before each change, and may raise an error that ends this.
+    `check`: is called before each change, and may raise an error that ends this. A change that cannot be planned has a
+    row that says so. `tell`: is called with the number of changes that are planned, and that of all.
+
+    Raises:
+        TimesLackError: times lack that another process is to measure.
     """
     profiles = Profiles(question)
+    if question.measures_apart and lacking_times_of_changes(question, profiles):
+        raise TimesLackError
     now = planned.report.tokens_per_s if planned.report.feasible else None
     rows = []
-    for change in changes_of(question):
+    changes = list(changes_of(question))
+    total = len(changes) + 1
+    for number, change in enumerate(changes):
         check()
-        rows.append(_answer(change, profiles, now))
+        tell(number, total)
+        rows.append(_row_or_problem(change.key, change.words, partial(_answer, change, profiles, now)))
     check()
-    if (with_box := _with_second_box(question, profiles, now)) is not None:
-        rows.append(with_box)
+    tell(len(changes), total)
+    if question.num_layers is None:
+        hardware = _with_network(question.hardware)
+        words = f"a second such box, over {8 * (hardware.network_gb_per_s or 0):.3g} Gbit/s"
+        answer = partial(_with_second_box, replace(question, hardware=hardware), words, profiles, now)
+        with contextlib.suppress(StagesError):  # the model cannot be divided
+            rows.append(_row_or_problem("box", words, answer))
     rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
     return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
+
+
+def lacking_times_of_changes(question: PlanQuestion, profiles: Profiles) -> list[TimesNeed]:
+    """Returns what is to be measured for the changes on one box."""
+    lacking = list[TimesNeed]()
+    for change in changes_of(question):
+        with contextlib.suppress(Exception):  # the row of the change will say why it cannot be planned
+            lacking += lacking_times(questions_by_number(change.question), profiles)
+    return different_needs(lacking)
+
+
+def _row_or_problem(key: str, words: str, answer: Callable[[], WhatIf]) -> WhatIf:
+    """Returns the answer for a change, or a row that says why it could not be planned.
+
+    The job's own plan is there already, and is not lost because of a row. An error that says that the model cannot be
+    divided is raised.
+    """
+    try:
+        return answer()
+    except StagesError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, the other rows are still of use
+        traceback.print_exc()
+        return replace(_row(key, words, None, None, None), problem=_problem_in_words(error))
+
+
+def _problem_in_words(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "not planned: the planner got no more memory for it; ask again when less runs on the machine"
+    if isinstance(error, DeviceNeedUnknownError):
+        return f"not planned: {error}"
+    return f"not planned, because of a defect of the planner ({type(error).__name__}: {error}); please report it"
 
 
 def _answer(change: Change, profiles: Profiles, now: float | None) -> WhatIf:
@@ -69,19 +131,15 @@ def _row(key: str, words: str, step_s: float | None, rate: float | None, now: fl
     )
 
 
-def _with_second_box(question: PlanQuestion, profiles: Profiles, now: float | None) -> WhatIf | None:
-    """Answers for the job over two such boxes; None: it cannot be divided, or its layers are hypothetical."""
-    if question.num_layers is not None:
-        return None
-    known = question.hardware.network_gb_per_s
-    hardware = question.hardware.model_copy(update={"network_gb_per_s": known or _NETWORK_GB_PER_S})
-    asked = replace(question, hardware=hardware)
-    boxes = BoxPlans(kind=BoxKind(name="such", number=2, question=asked), profiles=profiles.of_question(asked))
-    try:
-        plans = best_plans([boxes], numbers=[2], simulates=True)
-    except StagesError:
-        return None
-    words = f"a second such box, over {8 * (known or _NETWORK_GB_PER_S):.3g} Gbit/s"
+def _with_network(hardware: Hardware) -> Hardware:
+    """Returns the machine with a network, whose rate is the usual one if it is not known."""
+    return hardware.model_copy(update={"network_gb_per_s": hardware.network_gb_per_s or _NETWORK_GB_PER_S})
+
+
+def _with_second_box(question: PlanQuestion, words: str, profiles: Profiles, now: float | None) -> WhatIf:
+    """Answers for the job over two such boxes, of which the question is. Raises StagesError if it cannot be divided."""
+    boxes = BoxPlans(kind=BoxKind(name="such", number=2, question=question), profiles=profiles.of_question(question))
+    plans = best_plans([boxes], numbers=[2], simulates=True)
     best = plans[0] if plans else None
     return _row("box", words, None if best is None else best.step_s, None if best is None else best.tokens_per_s, now)
 
@@ -89,8 +147,8 @@ def _with_second_box(question: PlanQuestion, profiles: Profiles, now: float | No
 def changes_of(question: PlanQuestion) -> Iterator[Change]:
     """Yields the changes that apply to a job, each with the question that it makes."""
     hardware, training = question.hardware, question.training
-    with_ssd = with_one_more_ssd(hardware)
-    words = f"one more SSD, {with_ssd.ssds.count} in all"
+    with_ssd = with_more_ssds(hardware, 1)
+    words = f"one more SSD, {with_ssd.ssds.count} in all{limit_in_words(hardware.ssds, with_ssd.ssds)}"
     yield Change(key="ssds", words=words, question=replace(question, hardware=with_ssd))
     yield Change(key="ram", words=f"{_MORE_RAM_GIB} GiB more RAM", question=_with_more_ram(question))
     if question.has_gpu:

@@ -13,10 +13,11 @@ from windlass.planner.hardware.model_shape import published_models as published_
 from windlass.planner.hardware.model_shape import similar_models as similar_models
 from windlass.planner.hardware.named_machines import UnknownMachineError as UnknownMachineError
 from windlass.planner.hardware.named_machines import desktop_sizes as desktop_sizes
+from windlass.planner.hardware.named_machines import limit_in_words as limit_in_words
 from windlass.planner.hardware.named_machines import machine_of as machine_of
 from windlass.planner.hardware.named_machines import machines_in_words as machines_in_words
 from windlass.planner.hardware.named_machines import with_faster_card as with_faster_card
+from windlass.planner.hardware.named_machines import with_more_ssds as with_more_ssds
 from windlass.planner.hardware.named_machines import with_one_more_gpu as with_one_more_gpu
-from windlass.planner.hardware.named_machines import with_one_more_ssd as with_one_more_ssd
 from windlass.planner.hardware.yaml_files import YamlFileError as YamlFileError
 from windlass.planner.hardware.yaml_files import load as load

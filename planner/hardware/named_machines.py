@@ -158,20 +158,32 @@ def with_one_more_gpu(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"gpus": gpus.model_copy(update={"count": gpus.count + 1})})
 
 
-def with_one_more_ssd(hardware: Hardware) -> Hardware:
-    """Returns a machine with one more SSD.
+def with_more_ssds(hardware: Hardware, number: int) -> Hardware:
+    """Returns a machine with so many SSDs more.
 
-    A desktop that ships with windlass has the rates of its next size. On another machine the limit on all SSDs together
-    grows with their number only if it is the SSDs' own.
+    A desktop that ships with windlass has the rates of its larger size. On another machine the limit on all SSDs
+    together grows with their number only if it is the SSDs' own. Else it is that of a link which they share.
     """
     ssds, known = hardware.ssds, desktops().ssds
-    count = ssds.count + 1
+    count = ssds.count + number
     if count in known and ssds == _ssds_of(ssds.count, known[ssds.count]):
         return hardware.model_copy(update={"ssds": _ssds_of(count, known[count])})
     update: dict[str, float | None] = {"count": count}
-    if ssds.combined_gb_per_s is not None and ssds.combined_gb_per_s >= _OWN_LIMIT * ssds.count * ssds.read_gb_per_s:
+    if ssds.combined_gb_per_s is not None and _is_own_limit(ssds):
         update["combined_gb_per_s"] = ssds.combined_gb_per_s * count / ssds.count
     return hardware.model_copy(update={"ssds": ssds.model_copy(update=update)})
+
+
+def limit_in_words(ssds: Ssds, more: Ssds) -> str:
+    """Says that more SSDs keep the limit on all of them together, for the end of a phrase; "" if they do not."""
+    limit = more.combined_gb_per_s
+    return "" if limit is None or limit != ssds.combined_gb_per_s else f" (together at most {limit:g} GB/s, as now)"
+
+
+def _is_own_limit(ssds: Ssds) -> bool:
+    """Returns whether the limit on all SSDs together is what each of them does alone."""
+    assert ssds.combined_gb_per_s is not None, "there is a limit"
+    return ssds.count == 1 or ssds.combined_gb_per_s >= _OWN_LIMIT * ssds.count * ssds.read_gb_per_s
 
 
 def _ssds_of(count: int, drives: Drives) -> Ssds:

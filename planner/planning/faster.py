@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.planner.feasibility import with_part
+from windlass.planner.hardware import limit_in_words, with_more_ssds
 from windlass.planner.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -22,9 +23,9 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
     """Estimates the gain from twice as much of each resource, by the cost model."""
     hardware, solution = question.hardware, _least_bound(question, job, solution)
     ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
-    combined = None if ssds.combined_gb_per_s is None else 2 * ssds.combined_gb_per_s
+    more_ssds = with_more_ssds(hardware, ssds.count).ssds
     twice: dict[str, dict[str, Any]] = {
-        "twice as many SSDs": {"ssds": with_part(ssds, count=2 * ssds.count, combined_gb_per_s=combined)},
+        f"twice as many SSDs{limit_in_words(ssds, more_ssds)}": {"ssds": more_ssds},
         "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
         "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
         "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from windlass.engine.memory_plan import most_passing_blocks
 from windlass.planner.question import PlanQuestion, Profiles, counted, solve_kind_exactly
-from windlass.planner.solver import Solution, solution_of
+from windlass.planner.solver import Solution, depths_to_try, solution_of
 
 # Share of a step. Plans that wait less are tried if the step is longer than the cost model's bound by more.
 _LEAST_WAIT = 0.03
@@ -22,6 +22,25 @@ _MORE_PASSING = 8
 def waits(bound_s: float, step_s: float) -> bool:
     """Returns whether a step takes clearly longer than the cost model's bound, because work waits for other work."""
     return step_s > (1 + _LEAST_WAIT) * bound_s
+
+
+def with_deeper_queues(
+    question: PlanQuestion, profiles: Profiles, busy: Solution, below_s: float = math.inf
+) -> Solution | None:
+    """Returns the same kind of plan with more slots for states, and so with fewer states in host memory.
+
+    More updates wait for the SSDs then, which have work while the backward pass is at layers without any for them. The
+    number is the least that is larger. None: there is none below.
+    """
+    costs, states = busy.costs, busy.placement.depths.states
+    leaving_nbytes = busy.kind.depths.leaving_nbytes
+    tried = depths_to_try(costs.speeds.num_ssds, num_optimizers=costs.job.num_optimizers, leaving_nbytes=leaving_nbytes)
+    deeper = [each for each in tried if each.states > states and each.leaving_nbytes == leaving_nbytes]
+    if not deeper:
+        return None
+    return solve_kind_exactly(
+        question, replace(busy.kind, depths=deeper[-1], limits=question.limits), profiles, below_s=below_s
+    )
 
 
 def with_more_passing(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from windlass.planner.planning.measuring_first import measure_first
 from windlass.planner.planning.planner import Planned, answer, planned
 from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
 from windlass.planner.question import PlanQuestion, PlanReport, Profiles, fewest_of_fastest
@@ -41,8 +42,10 @@ def choose_gpus(question: PlanQuestion, watcher: Watcher = NOBODY) -> ChosenGpus
 
     If the job fits with none, the report is that for one GPU. The number of micro-batches and the cut of matrices
     decide the last bits of the results. So if they are chosen, too, all plans have those of the chosen number of GPUs.
+    Raises TimesLackError as `answer`.
     """
     profiles = Profiles(question)
+    measure_first(questions_by_number(question), profiles, watcher)
     found = _by_number(question, profiles, watcher=watcher)
     if not found:
         return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
@@ -78,14 +81,22 @@ def _by_number(
     question: PlanQuestion, profiles: Profiles, *, without: int | None = None, watcher: Watcher = NOBODY
 ) -> "dict[int, _Found]":
     """Returns the fastest plan for each number of GPUs with which the job fits. `without`: a number to leave out."""
-    num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches
     found = dict[int, _Found]()
-    for number in numbers_of_gpus(question.num_ranks, num_microbatches):
-        if number == without:
+    for of_number in questions_by_number(question):
+        if of_number.num_ranks == without:
             continue
         with contextlib.suppress(DoesNotFitError):
-            found[number] = _find(replace(question, num_ranks=number, chooses_ranks=False), profiles, watcher)
+            found[of_number.num_ranks] = _find(of_number, profiles, watcher)
     return found
+
+
+def questions_by_number(question: PlanQuestion) -> list[PlanQuestion]:
+    """Returns the question for each number of GPUs that is worth a plan, or as it is if it says the number."""
+    if not question.chooses_ranks:
+        return [question]
+    num_microbatches = None if question.chooses_microbatches else question.training.num_microbatches
+    numbers = numbers_of_gpus(question.num_ranks, num_microbatches)
+    return [replace(question, num_ranks=number, chooses_ranks=False) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from windlass.engine.data import example_lengths
 from windlass.engine.memory_plan import ExampleLengths
 from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.planner import Planned, answer, planned
+from windlass.planner.planning.process import CannotBePlannedError
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
 from windlass.planner.planning.simulated_search import NOBODY, Watcher
 from windlass.planner.predictions import MIN_STEPS, PastPredictions, load_measured
-from windlass.planner.profiling import FolderConfig, TimingCache
+from windlass.planner.profiling import TimingCache, read_config
 from windlass.planner.question import (
     JobPlan,
     KeptShapes,
@@ -47,11 +49,13 @@ def plan_job(
     `watcher`: see `watcher_of`.
 
     Raises:
-        UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
+        UnsupportedArchitectureError, UnusableConfigError: the model cannot be planned for.
         DatasetError: the job's data is missing.
-        RuntimeError: the model cannot be planned by shapes alone, or too few steps were measured.
+        DeviceNeedUnknownError: the model cannot be planned by shapes alone.
+        CannotBePlannedError: too few steps were measured, or the running job's plan lacks values.
+        TimesLackError: times lack that another process is to measure.
     """
-    question = question_of(request, FolderConfig.read(request.model_dir), marker)
+    question = question_of(request, read_config(request.model_dir, request.training.sequence_length), marker)
     question = replace(question, kept_shapes=kept_shapes)
     if request.running is not None:
         return _plan_again(question, request.running)
@@ -73,13 +77,14 @@ def watcher_of(tell: Callable[[JobPlan], None] | None, check: Callable[[], None]
     """
     if tell is None:
         return Watcher(check=check)
-    least_s = math.inf
+    least_s = defaultdict[bool, float](lambda: math.inf)
 
     def see_estimate(question: PlanQuestion, profiles: Profiles, solution: Solution) -> None:
-        nonlocal least_s
-        if solution.step_s < least_s:
-            least_s = solution.step_s
-            tell(_job_plan(planned(question, solution.costs.job, solution, profiles, advises=False)))
+        is_first = profiles.is_by_rates  # steps by rates say nothing of those by measured times
+        if solution.step_s < least_s[is_first]:
+            least_s[is_first] = solution.step_s
+            plan = _job_plan(planned(question, solution.costs.job, solution, profiles, advises=False))
+            tell(plan.model_copy(update={"to_be_measured": True}) if is_first else plan)
 
     return Watcher(see_estimate=see_estimate, check=check)
 
@@ -113,7 +118,8 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         num_optimizers=request.num_optimizers,
         host_memory_nbytes=request.host_memory_nbytes,
         device_memory_nbytes=request.device_memory_nbytes,
-        measures=request.may_measure and request.compute_threads is not None,
+        measures=request.measures,
+        measures_apart=request.measures_apart,
         measure_threads=request.compute_threads,
         kept_times=kept_times,
         past=past,
@@ -164,7 +170,7 @@ def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
         microbatches=costs_of(question, profiles, running).microbatches_of_ranks,
     )
     if len(steps) < MIN_STEPS:
-        raise RuntimeError(
+        raise CannotBePlannedError(
             f"spans of {len(steps)} steps from step {request.first_step} on are stored; {MIN_STEPS} are needed"
         )
     others = [other.num_gpus for other in request.plan.others]
@@ -179,12 +185,15 @@ def _plan_again(question: PlanQuestion, request: ReplanRequest) -> JobPlan:
 
 
 def _running_job(request: ReplanRequest) -> RunningJob:
-    """Describes the running job. Raises RuntimeError if its plan lacks values, as a plan of an older release may."""
+    """Describes the running job.
+
+    Raises CannotBePlannedError if its plan lacks values, as a plan of an older release may.
+    """
     plan, report = request.plan, request.plan.report
     if plan.placement is None or plan.arena_nbytes is None:
-        raise RuntimeError("the job's plan has no placement")
+        raise CannotBePlannedError("the job's plan has no placement")
     if report.choices is None or report.step_s is None or report.busy_s is None:
-        raise RuntimeError("the job's plan lacks predicted values")
+        raise CannotBePlannedError("the job's plan lacks predicted values")
     return RunningJob(
         placement=plan.placement,
         arena_nbytes=plan.arena_nbytes,

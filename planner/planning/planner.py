@@ -13,6 +13,7 @@ from windlass.planner.feasibility import (
     with_least_gpu,
 )
 from windlass.planner.planning.faster import what_is_faster
+from windlass.planner.planning.measuring_first import measure_first
 from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
 from windlass.planner.question import (
     ExampleTokens,
@@ -39,8 +40,12 @@ class Planned:
 
 
 def answer(question: PlanQuestion, watcher: Watcher = NOBODY) -> Planned:
-    """Returns the job's plan, or a report of the missing memory and of the nearest changes that fit."""
+    """Returns the job's plan, or a report of the missing memory and of the nearest changes that fit.
+
+    Raises TimesLackError if another process is to measure the model's blocks first.
+    """
     profiles = Profiles(question)
+    measure_first([question], profiles, watcher)
     try:
         job, solution, step_s = fastest_plan(question, profiles, watcher)
     except DoesNotFitError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.model import UnsupportedArchitectureError
+from windlass.planner.profiling import UnusableConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,10 @@ class Files:
 
 class AbandonedError(Exception):
     """The answer is not needed any more."""
+
+
+class CannotBePlannedError(Exception):
+    """No plan can be made, for a reason that lies in the request. The message says why."""
 
 
 class RefusedError(Exception):
@@ -42,15 +47,18 @@ def arguments_of(arguments: Sequence[str], description: str) -> Files:
 
 
 def answer_question(files: Files, answer: Callable[[], dict[str, Any]]) -> None:
-    """Writes {"ok": true, ...} with the answer or, if it raises, {"ok": false, "error": {code, message, param}}."""
+    """Writes {"ok": true, ...} with the answer, or {"ok": false, "error": {code, message, param}} if it refuses.
+
+    Only errors that say that the request is wrong are refusals. All others are defects, and are raised.
+    """
     try:
         result = {"ok": True, **answer()}
     except UnsupportedArchitectureError as error:
         result = _refusal(RefusedError("model_not_supported", str(error), "model"))
     except RefusedError as error:
         result = _refusal(error)
-    except (OSError, ValueError) as error:
-        result = _refusal(RefusedError("invalid_model", f"the model folder cannot be read: {error}", "model"))
+    except UnusableConfigError as error:
+        result = _refusal(RefusedError("invalid_model", str(error), "model"))
     files.result.write_text(json.dumps(result))
 
 

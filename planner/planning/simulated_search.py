@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.feasibility import least_memory_of, limits_for_plans, numbers_of_microbatches, shortfall_of
-from windlass.planner.planning.fewer_waits import BUSY_SHARES, waits, with_idle_ssds, with_more_passing
+from windlass.planner.planning.fewer_waits import (
+    BUSY_SHARES,
+    waits,
+    with_deeper_queues,
+    with_idle_ssds,
+    with_more_passing,
+)
 from windlass.planner.question import PlanQuestion, Profiles, counted, search_exactly, solve_kind_exactly
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import DoesNotFitError, Found, PlannedJob, Solution
@@ -24,6 +30,8 @@ _FAR = 0.1
 # Share of a step. The simulation of a plan ends early once its step is longer by more than this than that of another
 # plan, if the rest takes as long as in the step before. So much less it may take.
 _SURE = 1.5e-2
+# The number of plans with ever fewer swapped activations that are no faster, one after the other, before the last one.
+_MOST_SLOWER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +39,12 @@ class Watcher:
     """The caller of a search, while it goes on."""
 
     # Takes the best plan by the cost model, before any is simulated, for a question. Its step takes at least so long;
-    # that of another plan, which costs more, may take less.
-    see_estimate: Callable[[PlanQuestion, Profiles, Solution], None] = lambda question, profiles, solution: None
-    # Is called before each simulation, and may raise an error that ends the search.
+    # that of another plan, which costs more, may take less. If blocks are to be measured, it is called before with
+    # the best plan by the machine's rates. None: no estimate is wanted.
+    see_estimate: Callable[[PlanQuestion, Profiles, Solution], None] | None = None
+    # Takes what is measured now in words, how many measurements are done, and how many there are.
+    see_measurement: Callable[[str, int, int], None] = lambda what, done, total: None
+    # Is called before each simulation and measurement, and may raise an error that ends the search.
     check: Callable[[], None] = lambda: None
 
 
@@ -101,7 +112,8 @@ def fastest_plan(
     if question.num_layers is not None:
         return *best_plan(question, profiles), None
     found = _search(question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
-    watcher.see_estimate(question, profiles, found.best)
+    if watcher.see_estimate is not None:
+        watcher.see_estimate(question, profiles, found.best)
     simulations = _Simulations(question=question, profiles=profiles, watcher=watcher)
     busy, busy_s = _fastest_of(found, simulations)
     fastest, step_s = _with_fewer_waits(busy, simulations)
@@ -178,16 +190,22 @@ def _with_fewer_waits(busy: Solution, simulations: _Simulations) -> tuple[Soluti
     """Returns a plan of about the same kind that waits less, with its step time, or the given one."""
     question, profiles = simulations.question, simulations.profiles
     step_s = simulations.step_of(busy)
+    while waits(busy.step_s, step_s) and (deeper := with_deeper_queues(question, profiles, busy, step_s)) is not None:
+        deeper_s = simulations.step_of(deeper, step_s)
+        if deeper_s >= step_s:
+            break
+        busy, step_s = deeper, deeper_s
     if waits(busy.step_s, step_s) and (more := with_more_passing(question, profiles, busy, step_s)) is not None:
         busy = min(busy, more, key=lambda each: simulations.step_of(each, step_s))
-    fastest, step_s = busy, simulations.step_of(busy)
+    fastest, step_s, num_slower = busy, simulations.step_of(busy), 0
     for share in BUSY_SHARES:
-        if not waits(fastest.step_s, step_s):
+        if num_slower == _MOST_SLOWER or not waits(fastest.step_s, step_s):
             break
         solution = with_idle_ssds(question, profiles, busy, share)
         if solution is None or solution.step_s >= step_s:
             break
         solution_s = simulations.step_of(solution, step_s)
+        num_slower = 0 if solution_s < step_s else num_slower + 1
         if solution_s < step_s:
             fastest, step_s = solution, solution_s
     return fastest, step_s

@@ -6,6 +6,9 @@ from typing import Any
 
 from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelProfile, TimesFacts
 
+# Relative standard error above which other work ran while blocks were measured.
+LARGEST_ERROR = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:

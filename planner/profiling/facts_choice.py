@@ -16,7 +16,11 @@ from windlass.planner.profiling.profiled_facts import LayerOperators, ProfiledFa
 from windlass.storage.ids import BlockIndex, Precision
 
 if TYPE_CHECKING:
+    from windlass.planner.hardware import ModelShape
     from windlass.planner.profiling.record_shapes import RecordedModel
+
+# Positions of a model of GPT's shape that does not tell its longest sequence; each has an embedding.
+_TOKENS_OF_GPT = 1024
 
 
 def facts_of(
@@ -48,6 +52,13 @@ def facts_of(
         except NotKnownError:
             pass
     return traced()
+
+
+def num_params_of(shape: "ModelShape") -> int:
+    """Returns the parameters of a model by its shape. They do not depend on the longest sequence, but for GPT's."""
+    num_tokens = shape.max_tokens or _TOKENS_OF_GPT
+    layout = known_facts(shape, Precision.BF16, num_tokens=num_tokens).layout
+    return sum(block.numel for block in layout.blocks)
 
 
 def _by_sizes(config: Any) -> ShapeConfig | None:

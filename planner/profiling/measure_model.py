@@ -23,15 +23,19 @@ from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, TimesFacts, holding_ways
-from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import LARGEST_ERROR, BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.profiled_facts import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
 _USUAL_ROUNDS = 3  # minimum number of rounds
-_LONG_S = 20.0  # of a pass: a longer one is the only one, and recomputation counts as a forward pass
+_LONG_S = 20.0  # of a pass: a longer one is measured twice with all kept; recomputation counts as a forward pass
+_LONGEST_S = 240.0  # of a pass: a longer one is the only one, because a measurement may take ten minutes
 _STANDARD_ERROR = 0.01  # relative error below which rounds end
-_MAX_S = 8.0  # seconds after which rounds end, unless the caller gives others
+# Relative error that a single round is assumed to have: as much as an estimate by rates, and more than times may have
+# that are stored for good. A busy machine is slow, so it is the one on which only one round fits.
+_UNKNOWN_ERROR = 0.25
+_MAX_S = 8.0  # seconds after which no further round begins if two agree, unless the caller gives others
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
@@ -60,7 +64,7 @@ def measure_blocks(
     `sums_grads`: gradients are summed over micro-batches. `has_lanes`: in several lanes, so the norms of gradients are
     measured separately, because a step has them only once. `grad_precision`: type of a block's gradient; None: that of
     the model. `head_slices`: the way in which the head goes over tokens. `max_s`: seconds after which no further round
-    begins; None: the usual ones.
+    begins if two agree; None: the usual ones.
     """
     return BlockBench(
         profile,
@@ -129,12 +133,18 @@ class BlockBench:
     def _rounds(self, max_s: float) -> list[Round]:
         start_s = time.perf_counter()
         first = self._pass(self._choices[0])
-        if time.perf_counter() - start_s > _LONG_S:
-            return [[first]]
-        rounds = [self.round()]
-        while time.perf_counter() - start_s <= max_s and not _are_enough(rounds[1:]):
+        pass_s = time.perf_counter() - start_s
+        if pass_s > _LONG_S:
+            return [[first]] if pass_s > _LONGEST_S else [[first], [self._pass(self._choices[0])]]
+        rounds = [self.round(), self.round()]
+        # The first round includes one-time work: on a GPU it can take seconds. It counts if the time is over after two
+        # rounds that agree.
+        if time.perf_counter() - start_s > max_s and _standard_error(rounds) <= LARGEST_ERROR:
+            return rounds
+        rounds = [rounds[1], self.round()]
+        while time.perf_counter() - start_s <= max_s and not _are_enough(rounds):
             rounds.append(self.round())
-        return rounds[1:] or rounds  # without the first, which includes one-time work: on a GPU it can take seconds
+        return rounds
 
     def round(self) -> Round:
         """Runs a pass with each choice in turn, so that changes of the machine's pace affect all choices alike."""
@@ -220,9 +230,9 @@ def _are_enough(rounds: Sequence[Round]) -> bool:
 def _standard_error(rounds: Sequence[Round]) -> float:
     """Returns the relative standard error of the rounds' mean.
 
-    It is 0 for a single round, which is long enough to average out changes of pace.
+    A single round says nothing of its error, so that is assumed to be large.
     """
     if len(rounds) == 1:
-        return 0.0
+        return _UNKNOWN_ERROR
     seconds = [math.fsum(sum(taken) for times in passes for taken in times.values()) for passes in rounds]
     return statistics.stdev(seconds) / math.sqrt(len(seconds)) / statistics.fmean(seconds)

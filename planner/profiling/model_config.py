@@ -83,6 +83,22 @@ class FolderConfig:
 ModelConfig = ShapeConfig | FolderConfig
 
 
+def read_config(path: Path, num_tokens: int) -> ModelConfig:
+    """Reads the config of a model's folder, or of a YAML file with a shape.
+
+    `num_tokens`: the longest sequence that a shape gets.
+
+    Raises:
+        UnusableConfigError: the folder has no config that is a JSON object.
+        YamlFileError: the file has no shape.
+    """
+    if not path.is_file():
+        return FolderConfig.read(path)
+    from windlass.planner.hardware import ModelShape, load
+
+    return ShapeConfig(shape=load(ModelShape, path), num_tokens=num_tokens)
+
+
 @functools.lru_cache(maxsize=4)
 def _load(folder: Path, content: str) -> Any:
     """Loads a folder's config. `content`: part of the key, because the file may change while this process lives."""

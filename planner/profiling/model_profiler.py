@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from windlass.engine.memory_estimate import TracedFacts
+from windlass.engine.memory_estimate import TracedFacts, unknown_where
 from windlass.engine.model import BlockRunner, ModelLayout, Partition, build_meta_model
 from windlass.planner.cost import ModelProfile, OperatorProfile
+from windlass.planner.profiling.model_config import UnusableConfigError
 from windlass.planner.profiling.profiled_facts import LayerOperators, profile_of
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
+from windlass.storage.memory import is_out_of_memory
 
 if TYPE_CHECKING:  # `windlass.planner.hardware.model_shape` needs pydantic, which the GPU check does without
     from windlass.planner.hardware import ModelShape
@@ -52,8 +54,10 @@ class TracedModel(TracedFacts):
 
     def __init__(self, config: Any, precision: Precision, *, device: str = "cpu") -> None:
         """`device`: runs the shapes there, because operators choose their kernels by device."""
-        partition = Partition(build_meta_model(config, precision))
+        partition = Partition(_built(config, precision))
         super().__init__(partition, device=device)
+        if self.vocab_size < 1:
+            raise UnusableConfigError(f"the config has a vocabulary of {self.vocab_size} tokens; give one at least")
         self.name = partition.name
         self.precision = precision
         self.hidden_size = int(config.get_text_config().hidden_size)
@@ -64,7 +68,8 @@ class TracedModel(TracedFacts):
         """See ProfiledFacts."""
         # A new runner each time, because a partition serves the last one only, and dry runs make their own.
         runner = BlockRunner(self.partition, torch.device(self._device), seed=0)
-        cost = runner.operators(block, num_examples, num_tokens)
+        with unknown_where(block):
+            cost = runner.operators(block, num_examples, num_tokens)
         operators = tuple(
             OperatorProfile(
                 name=operator.name,
@@ -76,6 +81,16 @@ class TracedModel(TracedFacts):
             for operator in cost.operators
         )
         return LayerOperators(operators=operators, saves_input=cost.saves_input)
+
+
+def _built(config: Any, precision: Precision) -> Any:
+    """Builds the model. Raises UnusableConfigError if transformers can make none of the config."""
+    try:
+        return build_meta_model(config, precision)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnusableConfigError(f"no model can be built from the config: {type(error).__name__}: {error}") from error
 
 
 def profile_config(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -10,15 +11,17 @@ from typing import Any
 
 from windlass.engine.fingerprint import code_fingerprint
 from windlass.planner.cost import AgainTimes, TimesFacts
-from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import LARGEST_ERROR, BlockTimes, MeasuredBlocks
 from windlass.planner.profiling.machine_pace import this_machine
 from windlass.planner.profiling.model_config import content_of
 from windlass.storage.files import ResultCache
 
 _MOST_KEPT = 256  # files in the folder; the oldest are deleted
 
-# Relative error above which times are not stored: other work ran meanwhile, and the next job may have all cores.
-_LARGEST_ERROR = 0.05
+# Seconds for which disturbed times hold, so that a question that is asked again has the same answer. They were measured
+# beside a job, or with a large error. They are not stored for good, because the next job may have all cores.
+_DISTURBED_HOLD_S = 600.0
+_DISTURBED = "disturbed"  # beside the times by block: when they were measured, and whether no job trained meanwhile
 
 Measure = Callable[[], MeasuredBlocks]
 
@@ -29,7 +32,7 @@ class TimingCache:
 
     folder: Path  # created when the first times are stored
     machine: Mapping[str, Any]  # its profile as JSON, and threads: new rates make it another machine
-    is_alone: bool  # no job trains on this machine; else measured times are not stored
+    is_alone: bool  # no job trains on this machine; else measured times hold for minutes only
     marker: Path | None = None  # a file that exists while blocks are measured, for who could stop this process
     # Read once, because it takes the facts of some hundred files.
     _code: list[object] = field(init=False, default_factory=lambda: code_fingerprint(Path(__file__).parent))
@@ -44,23 +47,34 @@ class TimingCache:
             return stored
         with self._marked():
             measured = measure()
-        if not self.is_alone or measured.standard_error > _LARGEST_ERROR:
-            return measured.times
+        is_disturbed = not self.is_alone or measured.standard_error > LARGEST_ERROR
         # With the machine's pace, the times can be used when it computes faster or slower.
-        about = TimesFacts(standard_error=measured.standard_error, pace_s=this_machine().now_s())
+        pace_s = None if is_disturbed else this_machine().now_s()
+        about = TimesFacts(standard_error=measured.standard_error, pace_s=pace_s)
         times = {block: replace(block_times, facts=about) for block, block_times in measured.times.items()}
-        as_json = {str(block): asdict(block_times) for block, block_times in times.items()}
+        as_json: dict[str, Any] = {str(block): asdict(block_times) for block, block_times in times.items()}
+        if is_disturbed:
+            as_json[_DISTURBED] = {"at_s": time.time(), "alone": self.is_alone}
         self._results.keep(self._fingerprint(config, facts), as_json)
         return times
 
     def known(self, config: Any, facts: Mapping[str, Any]) -> dict[int, BlockTimes] | None:
         """Returns the stored times, or None."""
-        stored = self._results.find(self._fingerprint(config, facts))
+        stored = self._results.find(self._fingerprint(config, facts)) or {}
         try:
-            times = {int(block): _times_of(saved) for block, saved in (stored or {}).items()}
+            if not self._holds(stored.pop(_DISTURBED, None)):
+                return None
+            times = {int(block): _times_of(saved) for block, saved in stored.items()}
         except (ValueError, TypeError, KeyError):
             return None
         return times or None
+
+    def _holds(self, disturbed: Mapping[str, Any] | None) -> bool:
+        """Returns whether stored times can be used now. What was measured beside a job is for plans beside one."""
+        if disturbed is None:
+            return True
+        is_recent = abs(time.time() - disturbed["at_s"]) < _DISTURBED_HOLD_S  # the clock may have been set back
+        return is_recent and (disturbed["alone"] or not self.is_alone)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from windlass.planner.question.at_present import at_pace as at_pace
 from windlass.planner.question.at_present import slowdown_of as slowdown_of
 from windlass.planner.question.at_present import told_of_pace as told_of_pace
 from windlass.planner.question.at_present import with_errors as with_errors
+from windlass.planner.question.choice_words import CHOICES_IN_WORDS as CHOICES_IN_WORDS
 from windlass.planner.question.exact_search import counted as counted
 from windlass.planner.question.exact_search import search_exactly as search_exactly
 from windlass.planner.question.exact_search import solve_counted as solve_counted
@@ -15,10 +16,14 @@ from windlass.planner.question.job_plan import PlanBounds as PlanBounds
 from windlass.planner.question.job_plan import SimulatedStep as SimulatedStep
 from windlass.planner.question.job_plan import fewest_of_fastest as fewest_of_fastest
 from windlass.planner.question.kept_shapes import KeptShapes as KeptShapes
+from windlass.planner.question.plan_request import FAILURE as FAILURE
+from windlass.planner.question.plan_request import LACKS_TIMES as LACKS_TIMES
+from windlass.planner.question.plan_request import PlanFailure as PlanFailure
 from windlass.planner.question.plan_request import PlanRequest as PlanRequest
 from windlass.planner.question.plan_request import ReplanRequest as ReplanRequest
 from windlass.planner.question.plan_request import abandoned_path as abandoned_path
 from windlass.planner.question.plan_request import estimate_path as estimate_path
+from windlass.planner.question.plan_request import progress_path as progress_path
 from windlass.planner.question.profiles import Profiles as Profiles
 from windlass.planner.question.question import PlanQuestion as PlanQuestion
 from windlass.planner.question.report import ExampleTokens as ExampleTokens
@@ -27,3 +32,5 @@ from windlass.planner.question.report import WhatIf as WhatIf
 from windlass.planner.question.report import choices_of as choices_of
 from windlass.planner.question.report import report_of as report_of
 from windlass.planner.question.report import with_limits as with_limits
+from windlass.planner.question.times_of_blocks import TimesNeed as TimesNeed
+from windlass.planner.question.times_of_blocks import different_needs as different_needs

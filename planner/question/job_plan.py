@@ -57,6 +57,8 @@ class JobPlan(BaseModel):
     arena_nbytes: int | None = None  # exact size of the arena; with less, the job's runner refuses the placement
     simulated: SimulatedStep | None = None
     warnings: tuple[str, ...] = ()
+    # Of an estimate: its times follow from the machine's rates, and the model's blocks are about to be measured.
+    to_be_measured: bool = False
     # If the planner chose the number of GPUs: the plans for the others with which the job fits. They hold no others.
     others: "tuple[JobPlan, ...]" = ()
     # A replan adds:

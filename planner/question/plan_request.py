@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -34,7 +35,7 @@ class PlanRequest:
     # The request of a newer version has more fields, which must not be ignored.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    model_dir: Path
+    model_dir: Path  # a model's folder, or the YAML file of a shape
     hardware: Hardware
     training: TrainingConfig
     chooses_microbatches: bool = False  # search the fastest number of micro-batches, instead of the config's
@@ -50,6 +51,8 @@ class PlanRequest:
     device_memory_nbytes: int | None
     compute_threads: int | None = None  # threads of a local GPU worker; None: the hardware is another machine
     may_measure: bool = True  # time the model's blocks with these threads; else use stored times or rates
+    # Another process is to measure: if times lack, the answer says so, and has no plan.
+    measures_apart: bool = False
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
     is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
@@ -66,6 +69,11 @@ class PlanRequest:
         """Returns the request as JSON values."""
         values: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
         return values
+
+    @property
+    def measures(self) -> bool:
+        """True if blocks are measured whose times are not known."""
+        return self.may_measure and self.compute_threads is not None
 
     @property
     def budgets(self) -> Limits:
@@ -92,12 +100,29 @@ class PlanRequest:
         )
 
 
+# Fields of an answer without a plan.
+LACKS_TIMES = "lacks_times"  # true: blocks are to be measured first, by another process
+FAILURE = "failure"  # a PlanFailure
+
+
+class PlanFailure(StrEnum):
+    """The kind of an error that the request did not cause."""
+
+    MEMORY = "memory"  # the planner's process got no more memory
+    ERROR = "error"  # a defect
+
+
 _REQUEST = TypeAdapter(PlanRequest)
 
 
 def estimate_path(result: Path) -> Path:
     """Returns the file of the best plan by the cost model, which comes before the result."""
     return result.with_suffix(".estimate")
+
+
+def progress_path(result: Path) -> Path:
+    """Returns the file in which a process reports its progress."""
+    return result.with_suffix(".progress")
 
 
 def abandoned_path(result: Path) -> Path:

@@ -1,8 +1,7 @@
 """Profiles of a model for the micro-batches that a plan may have, and the device memory of a planned job."""
 
-import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from windlass.engine.memory_estimate import Passes, device_need
@@ -20,11 +19,11 @@ from windlass.engine.memory_plan import (
 )
 from windlass.engine.model import ModelLayout
 from windlass.engine.slices import num_slice_tokens
-from windlass.engine.training_config import TrainingConfig
 from windlass.planner.cost import ModelProfile, for_lengths
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks, with_times
+from windlass.planner.profiling import with_times
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.question import PlanQuestion
+from windlass.planner.question.times_of_blocks import Times, TimesNeed, TimesOfBlocks, num_measured
 from windlass.planner.solver import (
     PlannedJob,
     Solution,
@@ -33,10 +32,6 @@ from windlass.planner.solver import (
     solution_of,
 )
 from windlass.storage.ids import BlockIndex
-
-# Seconds of a pass, by the machine's rates, above which a micro-batch is measured with fewer examples. So long a pass
-# keeps all cores busy, so a larger one takes longer in proportion.
-_LONG_ENOUGH_S = 2.0
 
 
 def planned_job(
@@ -64,14 +59,15 @@ class Profiles:
     """Profiles of one model for micro-batches of any shape. Times are measured once for each shape."""
 
     def __init__(self, question: PlanQuestion) -> None:
-        self._measures, self._question = question.measures, question
+        self._measures, self._question = question.measures and not question.measures_apart, question
         kept = question.kept_shapes or KeptShapes()
         self._shapes = kept.of(
             question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
         )
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
-        self._measured: dict[tuple[object, ...], dict[int, BlockTimes]] = {}  # by all that they depend on
+        self._times = TimesOfBlocks()
+        self._by_rates = False
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
@@ -83,6 +79,32 @@ class Profiles:
         # Else profiles without times would be taken for measured ones.
         profiles._known, profiles._of_lengths = dict(self._known), dict(self._of_lengths)
         return profiles
+
+    def by_rates(self) -> "Profiles":
+        """Returns profiles whose times follow from the machine's rates, whatever times of blocks are known."""
+        profiles = copy.copy(self)
+        profiles._by_rates, profiles._known, profiles._of_lengths = True, {}, {}
+        return profiles
+
+    @property
+    def is_by_rates(self) -> bool:
+        """True for profiles of `by_rates`."""
+        return self._by_rates
+
+    def lacking_times(self, question: PlanQuestion, numbers: Iterable[int]) -> Iterator[TimesNeed]:
+        """Yields what plans with these numbers of micro-batches need times for, if they are not known and can be.
+
+        Some needs may have the same times. `question`: about the same model.
+        """
+        profiles = self.of_question(question)
+        for number in numbers:
+            _, need = profiles._need(*_timed_shape(question, number))
+            if question.measures and self._times.known(need) is None and need.can_be_measured:
+                yield need
+
+    def measure(self, need: TimesNeed) -> None:
+        """Measures times, for all profiles that were made from the same ones. They may be too large for it."""
+        self._times.measured(need)
 
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
@@ -216,7 +238,7 @@ class Profiles:
         key = (num_examples, lengths)
         if key not in self._of_lengths:
             widest = self._by_shapes(num_examples, question.widest)
-            near_mean = self._timed(num_examples, min(_near(lengths.mean), question.widest))
+            near_mean = self._timed(*_timed_shape(question, num_microbatches))
             self._of_lengths[key] = self._question.correction.of_model(for_lengths(widest, near_mean, lengths))
         return self._of_lengths[key]
 
@@ -235,92 +257,29 @@ class Profiles:
         Large micro-batches have the times of smaller ones, which are in proportion to their examples: those of a large
         model would else take minutes and more memory than the job itself.
         """
-        profile = self._by_shapes(num_examples, num_tokens)
-        num_microbatches = -(-self._question.training.batch_size // num_examples)
-        num_measured = self._num_measured(profile)
-        measured = profile if num_measured == num_examples else self._by_shapes(num_measured, num_tokens)
-        times = self._times(measured, num_microbatches)
+        profile, need = self._need(num_examples, num_tokens)
+        times = self._times_for(need)
         if times is None:
             return profile
-        factor = num_examples / num_measured
+        factor = num_examples / need.profile.num_examples
         return with_times(profile, times if factor == 1 else {at: found.longer(factor) for at, found in times.items()})
 
-    def _num_measured(self, profile: ModelProfile) -> int:
-        """Returns the number of examples to measure, whose pass takes about `_LONG_ENOUGH_S` at most."""
-        different = {id(layer): layer for layer in profile.layers}.values()  # equal ones are one object
-        num_flops = 3 * (profile.head.num_flops + sum(layer.num_flops for layer in different))
-        pass_s = num_flops / self._question.speeds.device_flops
-        return max(1, min(profile.num_examples, int(profile.num_examples * _LONG_ENOUGH_S / pass_s)))
+    def _need(self, num_examples: int, num_tokens: int) -> tuple[ModelProfile, TimesNeed]:
+        """Returns the profile without times, and the need for its times."""
+        question, profile = self._question, self._by_shapes(num_examples, num_tokens)
+        number = num_measured(question, profile)
+        measured = profile if number == num_examples else self._by_shapes(number, num_tokens)
+        num_microbatches = -(-question.training.batch_size // num_examples)
+        return profile, TimesNeed(question=question, profile=measured, num_microbatches=num_microbatches)
 
-    def _times(self, profile: ModelProfile, num_microbatches: int) -> dict[int, BlockTimes] | None:
-        """Returns measured or stored block times. None: times must be computed from the machine's rates."""
-        question = self._question
-        sums_grads, has_lanes = num_microbatches > 1, question.training.lanes > 1
-        training = replace(question.training, num_microbatches=num_microbatches, lanes=1)
-
-        kept = question.kept_times
-        facts = {
-            "shape": (profile.num_examples, profile.num_tokens),
-            "precision": training.precision,
-            "sums_grads": sums_grads,
-            "has_lanes": has_lanes,
-            "grad_precision": training.grad_precision,
-            "head_slices": training.head_slices,
-            "device": "cuda" if question.has_gpu else "cpu",
-        }
-        key = tuple(facts.values())
-        known = self._measured.get(key) or (None if kept is None else kept.known(question.config, facts))
-        if known is not None or not self._measures or not self._has_device() or self._is_too_large(profile):
+    def _times_for(self, need: TimesNeed) -> Times | None:
+        """Returns measured or stored times. None: times must be computed from the machine's rates."""
+        if self._by_rates:
+            return None
+        known = self._times.known(need)
+        if known is not None or not self._measures or not need.can_be_measured:
             return known
-
-        def measure() -> MeasuredBlocks:
-            return self._measure(profile, training, sums_grads=sums_grads, has_lanes=has_lanes)
-
-        with contextlib.suppress(RuntimeError, MemoryError):  # too large to measure here
-            times = measure().times if kept is None else kept.of(question.config, facts, measure)
-            self._measured[key] = times
-            return times
-        return None
-
-    def _is_too_large(self, profile: ModelProfile) -> bool:
-        """Returns whether the params and the gradient of a block are more than the job may have on its device."""
-        formats = self._question.training.formats
-        numel = max(block.numel for block in profile.blocks)
-        nbytes = numel * (formats.precision.itemsize + self._question.training.grad_precision.itemsize)
-        return nbytes > self._question.limits.device_nbytes
-
-    def _has_device(self) -> bool:
-        """Returns whether this process can use the device that the job will compute on."""
-        if not self._question.has_gpu:
-            return True
-        import torch
-
-        return torch.cuda.is_available()
-
-    def _measure(
-        self, profile: ModelProfile, training: TrainingConfig, *, sums_grads: bool, has_lanes: bool
-    ) -> MeasuredBlocks:
-        """Measures block times as a job's GPU worker would compute them."""
-        import torch
-
-        from windlass.engine.device import retain_freed_memory
-        from windlass.planner.profiling import loaded, measure_blocks
-
-        question = self._question
-        if question.measure_threads is not None:
-            torch.set_num_threads(question.measure_threads)
-            if not question.has_gpu:
-                retain_freed_memory()
-        return measure_blocks(
-            profile,
-            loaded(question.config),
-            training.precision,
-            torch.device("cuda", 0) if question.has_gpu else torch.device("cpu"),
-            sums_grads=sums_grads,
-            has_lanes=has_lanes,
-            grad_precision=training.grad_precision,
-            head_slices=training.head_slices,
-        )
+        return self._times.measured(need)
 
 
 def _recomputing_all(costs: StepCosts) -> Solution:
@@ -335,6 +294,13 @@ def _recomputing_all(costs: StepCosts) -> Solution:
         num_cached_params=0,
     )
     return solution_of(costs, placement)
+
+
+def _timed_shape(question: PlanQuestion, num_microbatches: int) -> tuple[int, int]:
+    """Returns the examples and tokens of the micro-batch whose time counts: one of the mean width."""
+    num_examples = -(-question.training.batch_size // num_microbatches)
+    lengths, length = question.lengths_in(num_microbatches), question.training.sequence_length
+    return num_examples, length if lengths is None else min(_near(lengths.cut(length).mean), question.widest)
 
 
 def _near(mean: float) -> int:

@@ -44,6 +44,7 @@ class PlanQuestion:
     device_memory_nbytes: int | None = None  # budget; None: all of the device's
     measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
+    measures_apart: bool = False  # another process measures; see `measure_first`
     kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured

@@ -34,6 +34,7 @@ class WhatIf:
     step_s: float | None
     tokens_per_s: float | None
     gain: float | None  # of tokens per second: 0.5 are half as many more. None: the job does not fit as it is
+    problem: str | None = None  # why there is no plan, if that is not because the job does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ from windlass.actors.policy import SchedulerConfig
 from windlass.actors.scheduler import job_shape
 from windlass.actors.timeline import StepSpans, TierMemory, memory_of
 from windlass.actors.worker_policy import Stage
-from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, MemoryTier, Placement
+from windlass.engine.memory_plan import FETCH_DEPTH, MIN_STATE_DEPTH, NUM_PIECE_BUFFERS, MemoryTier, Placement
 from windlass.engine.model import CHUNK_GRANULE, ModelLayout
 from windlass.planner.cost import Speeds, ways_of_layer
 from windlass.planner.simulation.job import SimulatedBox
 from windlass.planner.simulation.network import NetworkRates
 from windlass.planner.simulation.simulate import Rates, Work, simulate, steady_step_s
-from windlass.planner.solver import Solution
+from windlass.planner.solver import Part, Solution
 from windlass.storage.ids import JobId
 
 # Number of steps to simulate, and number of first steps that are not steady yet.
@@ -27,10 +27,14 @@ _NUM_STEPS = 4
 _NUM_FIRST_STEPS = 2
 # Seconds that a message between two processes takes.
 _MESSAGE_S = 0.0005
-# Limits of a simulation's size. Beyond them, chunks or activation slots are simulated as fewer, larger ones. Each SSD
-# has at least some chunks of every block, because otherwise some of them would have nothing to read at times.
-_MAX_CHUNKS = 500
-_CHUNKS_OF_BLOCK_FOR_SSD = 2
+# Chunks are simulated as fewer, larger ones, as far as so many fit into an optimizer's slots for each simulated SSD, a
+# typical block has so many, and further if all blocks have more than so many. See decision 62.
+_SLOTS_OF_SSD = 4
+_CHUNKS_OF_BLOCK = 8
+_MAX_CHUNKS = 4000
+# With one slot for each SSD, they are idle for such a share of an update. With more it is less, by this exponent.
+_IDLE_WITH_ONE_SLOT, _FEWER_IDLE = 0.13, 2.5
+# Beyond so many activation slots, they are simulated as fewer, larger ones.
 _MAX_ACTIVATION_SLOTS = 500
 _MAX_PIECES = 8  # of a layer, about
 
@@ -59,7 +63,7 @@ def simulated_step_s(solution: Solution, layout: ModelLayout, *, num_cores: int,
     Raises:
         Stuck: the job would not end.
     """
-    return simulated_step_s_of_boxes([_one_box(solution, layout, num_cores)], most_s=most_s)
+    return simulated_step_s_of_boxes([_one_box(solution, layout, num_cores, merges_ssds=True)], most_s=most_s)
 
 
 def simulate_planned(
@@ -71,7 +75,7 @@ def simulate_planned(
         Stuck: the job would not end.
         TooLong: the simulation has taken `limit_s` of CPU time.
     """
-    return simulate_boxes([_one_box(solution, layout, num_cores)], limit_s=limit_s)
+    return simulate_boxes([_one_box(solution, layout, num_cores, merges_ssds=False)], limit_s=limit_s)
 
 
 def simulated_step_s_of_boxes(
@@ -132,8 +136,9 @@ def _shape_of(boxes: Sequence[SimulatedBox]) -> SchedulerConfig:
     return job_shape(first, "", others)
 
 
-def _one_box(solution: Solution, layout: ModelLayout, num_cores: int) -> SimulatedBox:
-    return box_of_plan(solution, in_fewer_chunks(layout, solution.costs.speeds.num_ssds), num_cores=num_cores)
+def _one_box(solution: Solution, layout: ModelLayout, num_cores: int, *, merges_ssds: bool) -> SimulatedBox:
+    layout = in_fewer_chunks(layout, [solution], merges_ssds=merges_ssds)
+    return box_of_plan(solution, layout, num_cores=num_cores, merges_ssds=merges_ssds)
 
 
 def box_of_plan(
@@ -141,20 +146,24 @@ def box_of_plan(
     layout: ModelLayout,
     *,
     num_cores: int,
+    merges_ssds: bool,
     stages: tuple[Stage, ...] = (),
     ranks: tuple[int, ...] = (),
     names: tuple[str, ...] = (),
     box: int = 0,
     commit_every: int | None = None,
 ) -> SimulatedBox:
-    """Returns a box with its plan. `layout`: of the whole model, as `in_fewer_chunks` returns it.
+    """Returns a box with its plan. `layout`: of the whole model, as `in_fewer_chunks` returns it for all boxes.
 
+    `merges_ssds`: simulate all SSDs of the box as one that is as fast as they are together. Each chunk of it stands for
+    one on each SSD, or for more.
     `stages`, `ranks` and `names`: the blocks, the number of GPUs and the name of each box of the job; empty: it has one
     box, or they have no names. `commit_every`: of the job; None: that of the plan.
     """
+    if merges_ssds and solution.costs.speeds.num_ssds > 1:
+        solution = _with_one_ssd(solution)
     spec = replace(_spec_of(solution), stages=stages, ranks_of_boxes=ranks, box_names=names, box=box)
-    if layout.chunk_numel != solution.costs.job.model.chunk_numel or solution.costs.tied_in_pieces:
-        spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
+    spec = replace(spec, placement=_in_larger_chunks(solution, layout), host_memory_nbytes=None)
     if commit_every is not None:
         spec = replace(spec, placement=replace(spec.placement, commit_every=commit_every))
     context = make_core_context(spec, layout, solution.costs.speeds.num_ssds)
@@ -223,14 +232,55 @@ def _of_mean_size(work: Work, share: float) -> Work:
     return replace(work, swapped_nbytes=swapped, crossing_nbytes=int(share * work.crossing_nbytes))
 
 
-def in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
-    """Returns the layout with larger chunks.
+def _with_one_ssd(solution: Solution) -> Solution:
+    """Returns the plan for a machine with one SSD that is as fast as all together, with its slots for states."""
+    speeds, depths = solution.costs.speeds, solution.placement.depths
+    share = _busy_share(solution)
+    merged = replace(
+        speeds,
+        num_ssds=1,
+        ssd_read_bytes=share * speeds.read_bytes,
+        ssd_write_bytes=share * speeds.write_bytes,
+    )
+    # The depth of states follows from the size of chunks.
+    staged = max(1, -(-depths.staged_activations // speeds.num_ssds))
+    placement = replace(solution.placement, depths=replace(depths, staged_activations=staged))
+    return replace(solution, costs=replace(solution.costs, speeds=merged), placement=placement)
+
+
+def _num_slots(solution: Solution) -> float:
+    """Returns the number of chunks whose states may be on their way from and to the SSDs; infinite if none is there."""
+    slots = [pool.num_slots for pool in solution.plan.states if pool.num_slots]
+    return sum(max(1, number - 1) for number in slots) if slots else math.inf
+
+
+def _busy_share(solution: Solution) -> float:
+    """Returns the share of their rate at which several SSDs work together.
+
+    With few slots for states, some have nothing to do while the chunks in the slots are on others. Params and
+    activations have slots of their own. The numbers are those of simulations with all SSDs and chunks of the real size
+    (decision 62).
+    """
+    seconds, num_slots = solution.seconds, _num_slots(solution) / solution.costs.speeds.num_ssds
+    of_states = min(1.0, num_slots) * (1 - _IDLE_WITH_ONE_SLOT * math.pow(max(1.0, num_slots), -_FEWER_IDLE))
+    update_s, passes_s = seconds[Part.SSD_UPDATE], seconds[Part.SSD_FORWARD] + seconds[Part.SSD_BACKWARD]
+    return (update_s + passes_s) / (update_s / of_states + passes_s) if update_s else 1.0
+
+
+def in_fewer_chunks(layout: ModelLayout, plans: Sequence[Solution], *, merges_ssds: bool) -> ModelLayout:
+    """Returns the layout with larger chunks, of which as many bytes are in flight in each plan as of the real ones.
 
     A typical block has a whole number of them, so that the SSDs share it evenly.
     """
     numels = sorted(block.numel for block in layout.blocks)
     typical, total = numels[len(numels) // 2], sum(numels)
-    number = max(_CHUNKS_OF_BLOCK_FOR_SSD * num_ssds, _MAX_CHUNKS * typical // total)
+    num_chunks = -(-typical // layout.chunk_numel)
+    factor = num_chunks / _CHUNKS_OF_BLOCK
+    for plan in plans:
+        num_ssds = 1 if merges_ssds else plan.costs.speeds.num_ssds
+        factor = min(factor, _num_slots(plan) / (_SLOTS_OF_SSD * num_ssds))
+    factor = max(factor, total / (_MAX_CHUNKS * layout.chunk_numel))
+    number = max(1, round(num_chunks / max(1.0, factor)))
     granules = -(-typical // (number * CHUNK_GRANULE))
     return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
 
@@ -238,18 +288,25 @@ def in_fewer_chunks(layout: ModelLayout, num_ssds: int) -> ModelLayout:
 def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:
     """Fixes all choices that follow from the budget, because larger chunks would change them.
 
-    A tied embedding is simulated as a whole block. What it moves more in pieces is in the plan's bound only.
+    Queues have room for as many bytes. A tied embedding is simulated as a whole block. What it moves more in pieces is
+    in the plan's bound only.
     """
     plan, placement = solution.plan, solution.placement
     cached_nbytes = plan.num_cached_params * plan.params.slot_nbytes
     num_host_grad_blocks = min(plan.spilled_blocks, default=None)  # those before it keep theirs in host memory
+    factor = layout.chunk_numel / solution.costs.job.model.chunk_numel
+    depths = replace(
+        placement.depths,
+        params=max(FETCH_DEPTH, round(placement.depths.params / factor)),
+        states=max(MIN_STATE_DEPTH, round((plan.states[0].num_slots - 1) / factor) + 1),
+    )
     return replace(
         placement,
         streams_ends=placement.streams_ends and not solution.costs.tied_in_pieces,
         num_cached_params=cached_nbytes // (layout.chunk_numel * solution.costs.job.param_itemsize),
         num_host_grad_blocks=num_host_grad_blocks,
         num_passing_blocks=None if plan.spilled_blocks else placement.num_passing_blocks,
-        depths=replace(placement.depths, states=plan.states[0].num_slots),
+        depths=depths,
     )
 
 

@@ -4,6 +4,7 @@ from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
 from windlass.planner.solver.bisection import Goal as Goal
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest
+from windlass.planner.solver.depth_choice import depths_to_try as depths_to_try
 from windlass.planner.solver.family import cuts_of as cuts_of
 from windlass.planner.solver.family import group_sizes as group_sizes
 from windlass.planner.solver.family import has_least_buffers as has_least_buffers

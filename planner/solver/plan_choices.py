@@ -26,9 +26,13 @@ class PlanChoices:
 
     `streams`: all layers are copied to the device in pieces. `streams_grads`: their gradients leave it in pieces, too,
     and come back for each further micro-batch. `streams_ends`: both also for embedding and head. `spills`: kept
-    gradients go to the SSDs; then no states are resident in memory. `overflows`: swapped activations may continue to
-    the SSDs, so staging buffers exist. `num_passing_blocks`: typical blocks whose gradients may wait for their update,
-    if gradients are not kept; None: as many as are useful.
+    gradients go to the SSDs; then no states are resident in memory. `num_host_grad_blocks`: the first blocks whose
+    gradients stay in host memory in spite of `spills`, because a plan leaves it free. `has_resident_layers`: a plan has
+    states of layers on the device, whose buffers for gradients are free until their turn. `overflows`: swapped
+    activations may continue to the SSDs, so staging buffers exist. `num_passing_blocks`: typical blocks whose gradients
+    may wait for their update, if gradients are not kept; None: as many as are useful.
+
+    `num_host_grad_blocks` and `has_resident_layers` are known of a plan only. Searches leave them out.
     """
 
     job: PlannedJob
@@ -37,6 +41,8 @@ class PlanChoices:
     group_size: int
     streams: bool = False
     spills: bool = False
+    num_host_grad_blocks: int = 0
+    has_resident_layers: bool = False
     overflows: bool = True
     num_grad_buffers: int = MAX_GRAD_BUFFERS
     streams_grads: bool = False
@@ -49,7 +55,7 @@ class PlanChoices:
 
     def __post_init__(self) -> None:
         pieces = self.streams, self.streams_grads, self.streams_ends
-        key = (self.speeds, self.group_size, pieces, self.spills, self.commit_every)
+        key = (self.speeds, self.group_size, pieces, self.spills, self.num_host_grad_blocks, self.commit_every)
         object.__setattr__(self, "_shared", self.job.known.setdefault(key, {}))
 
     def _once_known(self, what: object, compute: Callable[[], _Any]) -> _Any:

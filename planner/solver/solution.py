@@ -27,7 +27,6 @@ from windlass.planner.solver.planned_job import values_by_tier
 from windlass.planner.solver.program import (
     SPARE_WEIGHT,
     Assignment,
-    Outcome,
     Program,
     outcome_of,
     shortfall,
@@ -47,10 +46,10 @@ _CUT_PENALTY = 0.01
 _SMALLER_CUT_PENALTY = 0.0025
 _LARGE_CUT = 2**28
 # For the waits at an optimizer's slots. It is divided by their number.
-_SLOTS_PENALTY = 0.02
+_SLOTS_PENALTY = 0.1
 # A plan's cost over its step, at most: all of the above but that of parts, with two slots, and a small weight of all
 # work.
-_MOST_COST_OF_STEP = 1.05
+_MOST_COST_OF_STEP = 1.09
 # Relative distance to the program's optimum that is near enough.
 _GAP = 2e-4
 # Maximum number of times that the program is solved again because the arena is larger than it counted.
@@ -87,7 +86,9 @@ class Solution:
     placement: Placement
     plan: Plan
     step_s: float
-    cost: float  # minimized value: step time, a small weight of all work, and of options that save device memory
+    # Minimized value: step time as searches count it, a small weight of all work, and of options that save device
+    # memory.
+    cost: float
     seconds: dict[Part, float]  # by part of a step
     nbytes: dict[MemoryTier, int]
 
@@ -177,9 +178,8 @@ def solved(costs: StepCosts, below: float = math.inf, *, gap: float = _GAP) -> S
             continue
         kind = costs
         costs, placement = _in_free_memory(costs, placement, limits.host_nbytes - on_device)
-        outcome = outcome_of(costs.program(kinds), assignment)
         plan = plan_of(costs, placement, limits.host_nbytes - on_device)
-        return _solution(costs, kind, placement, plan, outcome, worth)
+        return _solution(costs, kind, placement, plan, assignment, worth)
     if below < math.inf:
         return None
     raise DoesNotFitError(lambda: {MemoryTier.DEVICE: 0, MemoryTier.HOST: int(excess), MemoryTier.SSD: 0})
@@ -264,14 +264,22 @@ def solution_of(costs: StepCosts, placement: Placement, arena_nbytes: int | None
     plan = plan_of(costs, placement, arena_nbytes)
     if (plan.host_blocks or plan.device_blocks) and plan.commit_every != costs.commit_every:
         costs = replace(costs, given_commit_every=plan.commit_every)
-    kinds = costs.kinds()
-    outcome = outcome_of(costs.program(kinds), _assignment(costs, kinds, placement))
-    return _solution(costs, costs, placement, plan, outcome, penalty(costs))
+    assignment = _assignment(costs, costs.kinds(), placement)
+    return _solution(costs, costs, placement, plan, assignment, penalty(costs))
 
 
 def _solution(
-    costs: StepCosts, kind: StepCosts, placement: Placement, plan: Plan, outcome: Outcome, worth: float
+    costs: StepCosts, kind: StepCosts, placement: Placement, plan: Plan, assignment: Assignment, worth: float
 ) -> Solution:
+    # A machine with more memory may have a plan that leaves less of it to gradients. Its cost must not be larger.
+    costs = replace(costs, num_host_grad_blocks=0, has_resident_layers=False)
+    outcome = outcome_of(costs.program(costs.kinds()), assignment)
+    cost = outcome.cost * worth
+    num_host = min(plan.spilled_blocks, default=len(costs.job.size.blocks)) if costs.spills else 0
+    has_resident_layers = not set(plan.device_blocks).issubset((0, len(costs.job.model.layers) + 1))
+    if num_host or has_resident_layers:
+        costs = replace(costs, num_host_grad_blocks=num_host, has_resident_layers=has_resident_layers)
+        outcome = outcome_of(costs.program(costs.kinds()), assignment)
     nbytes = values_by_tier(outcome.nbytes)
     return Solution(
         costs=costs,
@@ -279,7 +287,7 @@ def _solution(
         placement=replace(placement, num_cached_params=plan.num_cached_params),
         plan=plan,
         step_s=outcome.step_s,
-        cost=outcome.cost * worth,
+        cost=cost,
         seconds=dict(zip(Part, outcome.seconds, strict=True)),
         nbytes={
             MemoryTier.DEVICE: int(nbytes[MemoryTier.DEVICE]),

@@ -52,14 +52,15 @@ def bounding_parts(
     slowed_by_other_way: float,
     num_rounds: int,
     waiting: WaitingUpdates | None,
-    waits_for_copies: bool = False,
+    copies_beside_s: float | None,
 ) -> Iterator[tuple[dict[Part, float], float]]:
     """Yields the weights of parts, and seconds to add, of each bound.
 
     `head_s`: of all micro-batches. `ssd_cores`: see `StepCosts`, if the device is the CPU. `slowed_by_other_way`:
     additional seconds of a transfer for each second in which the other direction of the link is busy. `num_rounds`:
     the groups of micro-batches that one GPU worker computes. `waiting`: the updates that may wait for the end of the
-    backward pass; None: all. `waits_for_copies`: the backward pass waits while a gradient is copied out.
+    backward pass; None: all. `copies_beside_s`: the backward pass waits while a gradient is copied out, but for so many
+    seconds; None: it does not.
     """
     p = Part
     compute, ssd = (p.FORWARD, p.BACKWARD), (p.SSD_FORWARD, p.SSD_BACKWARD, p.SSD_UPDATE, p.SSD_FLUSH)
@@ -74,7 +75,7 @@ def bounding_parts(
         # Matrix products are split evenly over the cores: while one core does other work, all wait for it.
         yield once(*compute, *h2d, *d2h, p.OPTIMIZER) | dict.fromkeys(ssd, ssd_cores), 0.0
     of_forward = [p.FORWARD, p.D2H_FORWARD]
-    of_backward: list[tuple[Part, ...]] = [_backward_compute(waits_for_copies=waits_for_copies), (p.H2D_BACKWARD,)]
+    of_backward: list[tuple[Part, ...]] = [_backward_compute(copies_beside_s), (p.H2D_BACKWARD,)]
     # Blocks needed first are updated first, so the head's update is the last. It cannot overlap with the head's
     # compute.
     updates = updates_of(order, slots_of_updates)
@@ -90,31 +91,38 @@ def bounding_parts(
         if waiting is not None:
             yield from _held_back(waiting, slots_of_updates, between)
     for backward in of_backward:
+        beside_s = _copies_beside(backward, copies_beside_s)
         for forward in of_forward:
-            yield once(forward, *backward), 0.0
+            yield once(forward, *backward), -beside_s
         if order.keeps_grads:
             for update in updates:
-                yield update | once(*backward) | _of_earlier_forwards(between, backward), head_s / num_rounds
+                earlier = _of_earlier_forwards(between, backward)
+                yield update | once(*backward) | earlier, head_s / num_rounds - beside_s
     if not order.overlaps_steps:
         # The next forward pass waits for all updates, and these wait for all gradients. So the three do not overlap.
         passes = itertools.product((*of_forward, p.SSD_FORWARD), of_backward)
         alone = (once(p.OPTIMIZER), once(p.SSD_UPDATE), slots_of_updates)
         for (forward, backward), update in itertools.product(passes, alone):
-            yield update | once(forward, *backward), 0.0
+            yield update | once(forward, *backward), -_copies_beside(backward, copies_beside_s)
 
 
-def host_bounding_parts(*, waits_for_copies: bool) -> Iterator[dict[Part, float]]:
-    """Yields the weights of parts of each bound by what passes the host's memory in one pass, with one GPU worker.
+def host_bounding_parts(copies_beside_s: float | None) -> Iterator[tuple[dict[Part, float], float]]:
+    """Yields the weights of parts, and seconds to add, of each bound by what passes the host's memory in one pass.
 
-    `waits_for_copies`: see `bounding_parts`.
+    They are for one GPU worker. `copies_beside_s`: see `bounding_parts`.
     """
-    p = Part
-    yield once(p.HOST_FORWARD, *_backward_compute(waits_for_copies=waits_for_copies))
-    yield once(p.FORWARD, p.HOST_BACKWARD)
+    p, backward = Part, _backward_compute(copies_beside_s)
+    yield once(p.HOST_FORWARD, *backward), -_copies_beside(backward, copies_beside_s)
+    yield once(p.FORWARD, p.HOST_BACKWARD), 0.0
 
 
-def _backward_compute(*, waits_for_copies: bool) -> tuple[Part, ...]:
-    return (Part.BACKWARD, Part.D2H_BACKWARD) if waits_for_copies else (Part.BACKWARD,)
+def _backward_compute(copies_beside_s: float | None) -> tuple[Part, ...]:
+    return (Part.BACKWARD,) if copies_beside_s is None else (Part.BACKWARD, Part.D2H_BACKWARD)
+
+
+def _copies_beside(backward: tuple[Part, ...], copies_beside_s: float | None) -> float:
+    """Returns the seconds of copies that a bound with these parts counts, and for which no compute waits."""
+    return copies_beside_s or 0.0 if backward == _backward_compute(copies_beside_s) else 0.0
 
 
 def updates_of(order: UpdateOrder, slots_of_updates: dict[Part, float]) -> list[dict[Part, float]]:

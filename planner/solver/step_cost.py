@@ -96,7 +96,7 @@ class StepCosts(PlanChoices):
 
     def _program(self, kinds: list[Kind], nbytes: tuple[float, ...]) -> Program:
         # They do not depend on what streams or spills, except for a single buffer of whole gradients.
-        buffers = self._waits_for_copies, self.depths.states, self.num_passing_blocks
+        buffers = self._copies_beside_s, self.depths.states, self.num_passing_blocks
         of_bounds = "bounds", self.speeds, self.group_size, buffers
         return Program(
             blocks=self._once_known("blocks", lambda: tuple(self._block_group(kind) for kind in kinds)),
@@ -124,7 +124,8 @@ class StepCosts(PlanChoices):
     def _block_group(self, kind: Kind) -> BlockGroup:
         if kind.tiers:
             block = kind.blocks[0]
-            options = tuple(self._state_option(block, tier) for tier in kind.tiers)
+            spilled = sum(self._spills_gradient(each) for each in kind.blocks) / len(kind.blocks)
+            options = tuple(self._state_option(block, tier, spilled) for tier in kind.tiers)
             return BlockGroup(count=len(kind.blocks), options=options)
         # They do not depend on what spills.
         key = ("activations", self.speeds, self.group_size, self.streams, kind.blocks[0])
@@ -137,7 +138,11 @@ class StepCosts(PlanChoices):
         options = tuple(self._activation_option(layer, way, again_nbytes) for way in kind.activations)
         return BlockGroup(count=len(kind.blocks), options=options)
 
-    def _state_option(self, block: int, tier: StateTier) -> Option:
+    def _spills_gradient(self, block: int) -> bool:
+        return self.spills and block >= self.num_host_grad_blocks
+
+    def _state_option(self, block: int, tier: StateTier, spilled: float = 0.0) -> Option:
+        """`spilled`: the share of blocks like this one whose gradients go to the SSDs."""
         job, speeds = self.job, self.speeds
         numel, chunks = job.model.blocks[block].numel, job.size.num_chunks(block)
         param_nbytes, grad_nbytes = numel * job.param_itemsize, numel * job.grad_itemsize
@@ -175,10 +180,11 @@ class StepCosts(PlanChoices):
         if tier in (StateTier.CACHED, StateTier.SSD):
             read_s = numel * (job.read_itemsize - self._read_from_memory(tier)) / speeds.read_bytes
             seconds[Part.SSD_UPDATE] = read_s + numel * job.state_itemsize / speeds.write_bytes
-        if self.spills:
-            seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + grad_nbytes / speeds.write_bytes
-            seconds[Part.SSD_UPDATE] += grad_nbytes / speeds.read_bytes
-        for part, nbytes in self._in_host_memory(block, tier, sums.in_host_nbytes).items():
+        spilled_nbytes = spilled * grad_nbytes
+        if spilled_nbytes:
+            seconds[Part.SSD_BACKWARD] = seconds.get(Part.SSD_BACKWARD, 0.0) + spilled_nbytes / speeds.write_bytes
+            seconds[Part.SSD_UPDATE] += spilled_nbytes / speeds.read_bytes
+        for part, nbytes in self._in_host_memory(block, tier, sums.in_host_nbytes, spilled_nbytes).items():
             seconds[part] = nbytes / speeds.host_memory_bytes
         if block == 0:
             read_s = seconds.get(Part.SSD_UPDATE, 0.0) / 2
@@ -228,10 +234,13 @@ class StepCosts(PlanChoices):
             in_host_nbytes=2 * num_all * sum_nbytes + grad_nbytes,
         )
 
-    def _in_host_memory(self, block: int, tier: StateTier, grads_nbytes: float) -> dict[Part, float]:
+    def _in_host_memory(
+        self, block: int, tier: StateTier, grads_nbytes: float, spilled_nbytes: float
+    ) -> dict[Part, float]:
         """Returns the bytes that a step reads and writes in host memory for a block whose states are not on a device.
 
-        `grads_nbytes`: of its gradient and of unfinished sums, in and out, of all GPU workers.
+        `grads_nbytes`: of its gradient and of unfinished sums, in and out, of all GPU workers. `spilled_nbytes`: of its
+        gradient, to an SSD and from it.
         """
         job, numel = self.job, self.job.model.blocks[block].numel
         param_nbytes = numel * job.param_itemsize
@@ -254,9 +263,8 @@ class StepCosts(PlanChoices):
                 reads_forward, reads_backward = self._fetches(block)
                 forward_nbytes += reads_forward * param_nbytes
                 backward_nbytes += reads_backward * param_nbytes
-            if self.spills:
-                backward_nbytes += numel * job.grad_itemsize
-                update_nbytes += numel * job.grad_itemsize
+            backward_nbytes += spilled_nbytes
+            update_nbytes += spilled_nbytes
         return {
             Part.HOST_MEMORY: forward_nbytes + backward_nbytes + update_nbytes + flushed_nbytes,
             # Kept gradients are updated before the head.
@@ -443,13 +451,13 @@ class StepCosts(PlanChoices):
             slowed_by_other_way=1 / self.speeds.duplex_share - 1,
             num_rounds=self.num_rounds,
             waiting=self._waiting,
-            waits_for_copies=self._waits_for_copies,
+            copies_beside_s=self._copies_beside_s,
         ):
             yield self._bound(parts, constant_s)
-        passes = host_bounding_parts(waits_for_copies=self._waits_for_copies)
+        passes = host_bounding_parts(self._copies_beside_s)
         # Several GPU workers drift apart, so one's forward pass may be beside another's backward pass.
-        for parts in (once(Part.HOST_MEMORY), *(passes if self.job.num_ranks == 1 else ())):
-            yield replace(self._bound(parts), is_rare=True)
+        for parts, constant_s in ((once(Part.HOST_MEMORY), 0.0), *(passes if self.job.num_ranks == 1 else ())):
+            yield replace(self._bound(parts, constant_s), is_rare=True)
 
     def _bound(self, parts: dict[Part, float], constant_s: float = 0.0) -> Bound:
         """Returns a bound. The backward pass ends with that of the last GPU worker."""
@@ -458,9 +466,20 @@ class StepCosts(PlanChoices):
         return Bound(weights=self._seconds(parts), constant_s=constant_s)
 
     @property
-    def _waits_for_copies(self) -> bool:
-        """True if the backward pass waits while a gradient is copied out."""
-        return self.num_grad_buffers == 1 and not self.is_in_pieces
+    def _copies_beside_s(self) -> float | None:
+        """The seconds of the gradients' copies beside which others are computed, where compute waits for the other
+        copies: layers have a single buffer. None: it does not wait.
+
+        Embedding and head have buffers of their own, and no layer follows the last one. With several groups there is a
+        second buffer, for sums that return.
+        """
+        if self.num_grad_buffers > 1 or self.num_groups > 1 or self.is_in_pieces or self.has_resident_layers:
+            return None
+        blocks = self.job.model.blocks
+        numel = sum(blocks[block].numel for block in self.own_ends) + max(
+            (block.numel for block in blocks[1:-1]), default=0
+        )
+        return numel * self.job.grad_itemsize / self.speeds.d2h_bytes
 
     @property
     def _waiting(self) -> WaitingUpdates | None:

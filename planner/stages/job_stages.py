@@ -55,7 +55,7 @@ def plan_stages(
     Raises:
         StagesDoNotFitError: the boxes have too little memory.
         StagesError: the model cannot be divided over so many boxes.
-        UnsupportedArchitectureError, OSError, ValueError: the model cannot be planned for.
+        UnsupportedArchitectureError, UnusableConfigError: the model cannot be planned for.
     """
     layout = ModelLayout.from_json(request.layout_file.read_text())
     if request.number > 1:

@@ -25,7 +25,6 @@ from windlass.service.api.pagination import Deleted as Deleted
 from windlass.service.api.pagination import Identified as Identified
 from windlass.service.api.pagination import ListOf as ListOf
 from windlass.service.api.pagination import PageOf as PageOf
-from windlass.service.api.plan_run import POLL_S as POLL_S
 from windlass.service.api.plan_run import PlanRun as PlanRun
 from windlass.service.api.uploads import check_content as check_content
 from windlass.service.api.uploads import check_name as check_name

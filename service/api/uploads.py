@@ -43,7 +43,7 @@ def check_name(filename: str, head: bytes) -> None:
     )
 
 
-def check_content(path: Path, filename: str, *, checks: Turnstile, user: str) -> None:
+def check_content(path: Path, filename: str, *, checks: Turnstile, user: str | None) -> None:
     """Raises ApiError if a line of the file is no training example, as far as a check of a few seconds shows.
 
     A large file is not checked while another large file of the same user is, or while `checks` is full. Its job's

@@ -15,6 +15,7 @@ from windlass.service.jobs.box_plans import requests_for_kinds as requests_for_k
 from windlass.service.jobs.full_disk import why_it_waits_for_room as why_it_waits_for_room
 from windlass.service.jobs.hypothetical_plans import hypothetical_request as hypothetical_request
 from windlass.service.jobs.hypothetical_plans import settings_of_plan as settings_of_plan
+from windlass.service.jobs.hypothetical_plans import totals_of_job as totals_of_job
 from windlass.service.jobs.machine_resources import MachineResources as MachineResources
 from windlass.service.jobs.machine_resources import most_gpus_of as most_gpus_of
 from windlass.service.jobs.machine_resources import threads_of as threads_of

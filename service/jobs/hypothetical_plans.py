@@ -9,7 +9,13 @@ from windlass.planner.question import PlanReport, PlanRequest
 from windlass.service.installation import Settings
 from windlass.service.jobs.machine_resources import MachineResources, most_gpus_of
 from windlass.service.jobs.spec_builder import plan_request
-from windlass.service.validation import JobSettings, SupervisedHyperparameters, WindlassSettings, hypothetical_config
+from windlass.service.validation import (
+    JobSettings,
+    SupervisedHyperparameters,
+    WindlassSettings,
+    hypothetical_config,
+    planned_steps,
+)
 
 
 def hypothetical_request(
@@ -63,8 +69,9 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
         "batch_size": training.batch_size,
         "num_microbatches": report.choices["num_microbatches"],
         "sequence_length": training.sequence_length,
-        "lanes": training.lanes,
     }
+    if asked.gpus != "auto":  # else the lanes follow from the job's machine, as the GPUs do
+        values["lanes"] = training.lanes
     if (cut := report.choices.get("cut_matrices")) is not None:  # without one, the job's own plan has none, either
         values["cut_matrices"] = cut
     try:
@@ -73,3 +80,23 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
     except ValueError:
         return None
     return {name: values[name] for name in WindlassSettings.model_fields if name in values}
+
+
+def totals_of_job(
+    asked: WindlassSettings, report: PlanReport, *, batch_size: int, num_examples: int | None
+) -> dict[str, Any]:
+    """Returns the steps of a job on so many examples.
+
+    `num_steps` is their number, `job_s` their seconds, and `ssd_write_tb` the terabytes (10^12 bytes) that they write
+    to all SSDs together. Loading and evaluations are left out. All are None if the number of examples is not known;
+    seconds and terabytes also if nothing fits.
+    """
+    if num_examples is None:
+        return {"num_steps": None, "job_s": None, "ssd_write_tb": None}
+    number = planned_steps(asked, batch_size=batch_size, num_examples=num_examples)
+    step_s, step_gb = report.step_s, report.ssd_write_gb_per_step
+    return {
+        "num_steps": number,
+        "job_s": None if step_s is None else number * step_s,
+        "ssd_write_tb": None if step_gb is None else number * step_gb / 1000,
+    }

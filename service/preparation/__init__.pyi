@@ -3,6 +3,7 @@
 from windlass.service.preparation.disk_check import check_model_room as check_model_room
 from windlass.service.preparation.events import tell_warnings as tell_warnings
 from windlass.service.preparation.memory import PreparationMemory as PreparationMemory
+from windlass.service.preparation.model_files import CheckedModel as CheckedModel
 from windlass.service.preparation.model_files import HubFiles as HubFiles
 from windlass.service.preparation.model_files import check_model as check_model
 from windlass.service.preparation.model_files import fit_sequence_length as fit_sequence_length
@@ -13,6 +14,7 @@ from windlass.service.preparation.pipeline import StepFailedError as StepFailedE
 from windlass.service.preparation.pipeline import preparation_of as preparation_of
 from windlass.service.preparation.steps import CHECK_MODEL as CHECK_MODEL
 from windlass.service.preparation.steps import KINDS_FOLDER as KINDS_FOLDER
+from windlass.service.preparation.steps import MEASURE_BLOCKS as MEASURE_BLOCKS
 from windlass.service.preparation.steps import PLAN_JOB as PLAN_JOB
 from windlass.service.preparation.steps import PLAN_STAGES as PLAN_STAGES
 from windlass.service.preparation.steps import PREPARE_DATA as PREPARE_DATA
@@ -21,6 +23,7 @@ from windlass.service.preparation.steps import PreparationOrder as PreparationOr
 from windlass.service.preparation.steps import PreparationStep as PreparationStep
 from windlass.service.preparation.steps import Results as Results
 from windlass.service.preparation.steps import plan_step as plan_step
+from windlass.service.preparation.steps import plan_steps_apart as plan_steps_apart
 from windlass.service.preparation.steps import stages_step as stages_step
 from windlass.service.preparation.steps import step_server as step_server
 from windlass.service.preparation.steps import warm_planner as warm_planner

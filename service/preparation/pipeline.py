@@ -64,14 +64,19 @@ class PreparationError(Exception):
 class StepFailedError(PreparationError):
     """A step's process failed, so that nothing is known about the model or the data."""
 
-    def __init__(self, code: str, cause: str, advice: str, log_path: Path) -> None:
+    def __init__(self, code: str, cause: str, advice: str, log_path: Path, *, is_timeout: bool) -> None:
         """`cause`: how and why the process failed.
 
-        `advice`: what the user can do. `log_path`: the output of the process.
+        `advice`: what the user can do. `log_path`: the output of the process. `is_timeout`: it took too long.
         """
         # The error omits `log_path`, because its reader may be on another machine.
         super().__init__(code, f"{cause}. {advice}")
-        self.cause, self.advice, self.log_path = cause, advice, log_path
+        self.cause, self.advice, self.log_path, self.is_timeout = cause, advice, log_path, is_timeout
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if the process got no more memory, or was killed for that."""
+        return self.advice == _MEMORY_ADVICE
 
 
 # Returns the memory in bytes that a step's process may take, or None if the step must wait.
@@ -101,7 +106,7 @@ class Preparation:
         self._steps = deque(steps)
         self._work_dir = work_dir
         self._start = start
-        self._log_path = work_dir / "prepare.log"
+        self.log_path = work_dir / "prepare.log"  # output of the processes
         self._results: Results = {}
         self._step: PreparationStep | None = None  # the current step
         self._process: LimitedProcess | None = None
@@ -231,7 +236,7 @@ class Preparation:
             self.stop()
             cause = f"{step.title} did not end within {step.timeout_s} s{place}, and was killed"
             advice = _TIME_ADVICE.get(step.name, _OTHER_ADVICE)
-            raise StepFailedError(f"{step.name}_timeout", cause, advice, self._log_path)
+            raise StepFailedError(f"{step.name}_timeout", cause, advice, self.log_path, is_timeout=True)
 
     def _go_on(self) -> Results | None:
         self._steps.popleft()
@@ -280,7 +285,7 @@ class Preparation:
             passed_on=step.passed_on,
             sees_gpus=step.sees_gpus,
         )
-        with self._log_path.open("ab") as log:
+        with self.log_path.open("ab") as log:
             self._log_offset = log.tell()
             self._process = start(limited, log)
         self._began_s, self._stood_still_s = time.monotonic(), 0.0
@@ -312,7 +317,8 @@ class Preparation:
 
     def _failure(self, step: PreparationStep, exit_code: int) -> StepFailedError:
         cause, advice = self._describe(step, exit_code)
-        return StepFailedError(f"{step.name}_failed", cause, advice, self._log_path)
+        is_timeout = exit_code == -signal.SIGXCPU
+        return StepFailedError(f"{step.name}_failed", cause, advice, self.log_path, is_timeout=is_timeout)
 
     def _describe(self, step: PreparationStep, exit_code: int) -> tuple[str, str]:
         """Returns how a process without a result ended, and advice for the user."""
@@ -338,7 +344,7 @@ class Preparation:
         return ""
 
     def _last_line(self) -> str:
-        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_offset, size - _MOST_LOG_NBYTES))
             return last_line(log.read().decode(errors="replace"))

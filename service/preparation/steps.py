@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from windlass.actors.job import JobSpec
 from windlass.engine.model import MODELS_MODULE
-from windlass.planner.question import PlanRequest
+from windlass.planner.question import LACKS_TIMES, PlanRequest, progress_path
 from windlass.planner.stages import StagesRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import PASSED_ON, StepServer, WarmProcess
@@ -26,6 +26,7 @@ DOWNLOAD_MODEL = "download_model"
 CHECK_MODEL = "check_model"
 PREPARE_DATA = "prepare_data"
 PLAN_JOB = "plan_job"
+MEASURE_BLOCKS = "measure_blocks"
 PLAN_STAGES = "plan_stages"
 CHECK_BUDGETS = "check_budgets"
 QUESTION_FILE = "question.json"  # the request to the planner
@@ -37,6 +38,7 @@ _TITLES = {
     CHECK_MODEL: "the check of the model",
     PREPARE_DATA: "the preparation of the data",
     PLAN_JOB: "planning",
+    MEASURE_BLOCKS: "the measurement of the model's blocks",
     PLAN_STAGES: "planning over several boxes",
     CHECK_BUDGETS: "the check of the budgets",
 }
@@ -45,6 +47,7 @@ _TIMEOUTS_S = {
     CHECK_MODEL: 600,
     PREPARE_DATA: 3600,
     PLAN_JOB: 600,
+    MEASURE_BLOCKS: 600,
     PLAN_STAGES: 1800,  # it makes plans of many divisions of the model
     CHECK_BUDGETS: 600,
 }
@@ -53,6 +56,7 @@ _DOWNLOADER = "windlass.service.preparation.hub_download"
 _CHECKER = "windlass.engine.checkpoint.check_model"
 _PREPARER = "windlass.engine.data.tokenize"
 _PLANNER = "windlass.planner.answers.job_process"
+_MEASURER = "windlass.planner.answers.measure_process"
 _STAGES_PLANNER = "windlass.planner.answers.stages_process"
 _BUDGETS = "windlass.actors.job.check_budgets"
 # Further environment variables of the download, the only step that talks to the hub. It runs only if the model's folder
@@ -120,7 +124,7 @@ class PreparationStep:
     @property
     def progress_path(self) -> Path:
         """The file in which the process may report its progress: a JSON object with `percent`, `line` and `file`."""
-        return self.result_path.with_suffix(".progress")
+        return progress_path(self.result_path)
 
     @property
     def measuring_path(self) -> Path:
@@ -175,20 +179,55 @@ def plan_step(work_dir: Path, request: PlanRequest) -> PreparationStep:
     Measurements may fail in unforeseen ways or take long. The step is then repeated without them. On a GPU, nothing is
     measured while a job runs.
     """
-    path = work_dir / QUESTION_FILE
-    path.write_text(json.dumps(request.to_json()))
-    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", path))
-    threads, on_gpu = request.compute_threads, request.hardware.gpus.count > 0
-    if threads is None or not request.may_measure or (on_gpu and not request.is_alone):
-        return step
-    unmeasured = path.with_name(f"unmeasured-{path.name}")
-    unmeasured.write_text(json.dumps(replace(request, may_measure=False).to_json()))
-    instead = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured))
-    words = "It begins anew without measuring the model's blocks, so the plan's times may be less exact"
-    command = (*step.command, "--measuring", str(step.measuring_path))
+    step = _step(work_dir, PLAN_JOB, (_PLANNER, "--question", _asked(work_dir, request)))
+    return _measuring(step, work_dir, request) if _measures(request) and not request.measures_apart else step
+
+
+def plan_steps_apart(work_dir: Path, request: PlanRequest) -> list[PreparationStep | LaterStep]:
+    """Makes the steps of a plan whose measurements, if it needs any, are made by another process than the planner.
+
+    The first step has the plan, or finds that times lack. Then a second one measures, and a third one plans.
+    """
+    if not _measures(request):
+        return [plan_step(work_dir, request)]
+    first = plan_step(work_dir, replace(request, measures_apart=True))
+
+    def measure(results: Results) -> PreparationStep | None:
+        if not results[PLAN_JOB].get(LACKS_TIMES):
+            return None
+        question = _asked(work_dir, request, name="measured")
+        return _measuring(_step(work_dir, MEASURE_BLOCKS, (_MEASURER, "--question", question)), work_dir, request)
+
+    def plan(results: Results) -> PreparationStep | None:
+        return plan_step(work_dir, replace(request, may_measure=False)) if MEASURE_BLOCKS in results else None
+
+    return [first, measure, plan]
+
+
+def _measures(request: PlanRequest) -> bool:
+    """Returns whether blocks are measured whose times are not known. On a GPU, nothing is while a job runs."""
+    return request.measures and (request.is_alone or request.hardware.gpus.count == 0)
+
+
+def _measuring(step: PreparationStep, work_dir: Path, request: PlanRequest) -> PreparationStep:
+    """Returns a step that measures on this machine, with the step to run if it fails: a plan without measuring."""
+    assert request.compute_threads is not None, "nothing is measured for another machine"
+    unmeasured = _asked(work_dir, replace(request, may_measure=False), name="unmeasured")
     return replace(
-        step, command=command, sees_gpus=on_gpu, num_threads=threads, instead=instead, instead_in_words=words
+        step,
+        command=(*step.command, "--measuring", str(step.measuring_path)),
+        sees_gpus=request.hardware.gpus.count > 0,
+        num_threads=request.compute_threads,
+        instead=_step(work_dir, PLAN_JOB, (_PLANNER, "--question", unmeasured)),
+        instead_in_words="It begins anew without measuring the model's blocks, so the plan's times may be less exact",
     )
+
+
+def _asked(work_dir: Path, request: PlanRequest, *, name: str | None = None) -> Path:
+    """Writes a request to the planner to a file. `name`: of the request, if it is not the only one."""
+    path = work_dir / (QUESTION_FILE if name is None else f"{name}-{QUESTION_FILE}")
+    path.write_text(json.dumps(request.to_json()))
+    return path
 
 
 def stages_step(work_dir: Path, request: StagesRequest) -> PreparationStep:

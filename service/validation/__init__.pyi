@@ -5,6 +5,7 @@ from windlass.service.validation.hyperparameters import DEFAULT_CLIP_NORM as DEF
 from windlass.service.validation.hyperparameters import DEFAULT_LEARNING_RATE as DEFAULT_LEARNING_RATE
 from windlass.service.validation.hyperparameters import DEFAULT_SEQUENCE_LENGTH as DEFAULT_SEQUENCE_LENGTH
 from windlass.service.validation.hyperparameters import JobSettings as JobSettings
+from windlass.service.validation.hyperparameters import SettingError as SettingError
 from windlass.service.validation.hyperparameters import SupervisedHyperparameters as SupervisedHyperparameters
 from windlass.service.validation.hyperparameters import TooFewMicrobatchesError as TooFewMicrobatchesError
 from windlass.service.validation.hyperparameters import WindlassSettings as WindlassSettings
@@ -12,6 +13,7 @@ from windlass.service.validation.hyperparameters import default_microbatches as 
 from windlass.service.validation.hyperparameters import hypothetical_config as hypothetical_config
 from windlass.service.validation.hyperparameters import known_before_data as known_before_data
 from windlass.service.validation.hyperparameters import num_steps as num_steps
+from windlass.service.validation.hyperparameters import planned_steps as planned_steps
 from windlass.service.validation.hyperparameters import resolve as resolve
 from windlass.service.validation.hyperparameters import with_derived as with_derived
 from windlass.service.validation.json_numbers import JsonNumbers as JsonNumbers
@@ -33,7 +35,12 @@ from windlass.service.validation.reported_error import ReportedError as Reported
 from windlass.service.validation.request_errors import ApiError as ApiError
 from windlass.service.validation.request_errors import describe_value as describe_value
 from windlass.service.validation.request_errors import plain_reason as plain_reason
+from windlass.service.validation.setting_values import LEAST_SEQUENCE_LENGTH as LEAST_SEQUENCE_LENGTH
 from windlass.service.validation.setting_values import MAX_BOXES as MAX_BOXES
+from windlass.service.validation.setting_values import MAX_EPOCHS as MAX_EPOCHS
+from windlass.service.validation.setting_values import MAX_EXAMPLES as MAX_EXAMPLES
+from windlass.service.validation.setting_values import MAX_PLANNED_BATCH_SIZE as MAX_PLANNED_BATCH_SIZE
+from windlass.service.validation.setting_values import MAX_SEQUENCE_LENGTH as MAX_SEQUENCE_LENGTH
 from windlass.service.validation.setting_values import Boxes as Boxes
 from windlass.service.validation.setting_values import GpuNumber as GpuNumber
 from windlass.service.validation.text import check_storable as check_storable

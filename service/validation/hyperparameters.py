@@ -35,7 +35,11 @@ from windlass.engine.training_config import (
 )
 from windlass.service.validation.json_numbers import JsonNumbers
 from windlass.service.validation.setting_values import (
+    LEAST_SEQUENCE_LENGTH,
+    MAX_BATCH_SIZE,
+    MAX_EPOCHS,
     MAX_GPUS,
+    MAX_SEQUENCE_LENGTH,
     MOST_CUT_NUMEL,
     Boxes,
     GpuNumber,
@@ -59,7 +63,6 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Train
 DEFAULT_LEARNING_RATE: float = _DEFAULTS["learning_rate"]
 DEFAULT_CLIP_NORM: float = _DEFAULTS["clip_norm"]
 _LEAST_EPSILON = 1e-37  # fp32 has no normal numbers below 1.2e-38
-_MAX_BATCH_SIZE = 4096
 _MAX_SEED = 2**63 - 1
 _MAX_MINUTES = 525_600  # a year
 _MAX_STEPS = 2**31 - 1
@@ -78,13 +81,13 @@ class SupervisedHyperparameters(_Strict):
 
     n_epochs: Annotated[
         int | Literal["auto"],
-        PlainValidator(auto_or_int(1, 1000)),
-        described_as({"type": "integer", "minimum": 1, "maximum": 1000}),
+        PlainValidator(auto_or_int(1, MAX_EPOCHS)),
+        described_as({"type": "integer", "minimum": 1, "maximum": MAX_EPOCHS}),
     ] = "auto"
     batch_size: Annotated[
         int | Literal["auto"],
-        PlainValidator(auto_or_int(1, _MAX_BATCH_SIZE)),
-        described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+        PlainValidator(auto_or_int(1, MAX_BATCH_SIZE)),
+        described_as({"type": "integer", "minimum": 1, "maximum": MAX_BATCH_SIZE}),
     ] = "auto"
     learning_rate_multiplier: Annotated[
         float | Literal["auto"],
@@ -110,23 +113,23 @@ class EarlyStoppingSettings(_Strict):
 class WindlassSettings(_Strict):
     """The settings that windlass adds to a request, in its `windlass` object."""
 
-    epochs: int | None = Field(default=None, ge=1, le=1000)
-    batch_size: int | None = Field(default=None, ge=1, le=_MAX_BATCH_SIZE)
+    epochs: int | None = Field(default=None, ge=1, le=MAX_EPOCHS)
+    batch_size: int | None = Field(default=None, ge=1, le=MAX_BATCH_SIZE)
     # "auto" is null in a job's row, too, as it is in those of older versions.
     num_microbatches: Annotated[
         int | None,
-        PlainValidator(auto_or_number(1, _MAX_BATCH_SIZE)),
+        PlainValidator(auto_or_number(1, MAX_BATCH_SIZE)),
         WithJsonSchema(
             {
                 "anyOf": [
                     {"const": "auto", "type": "string"},
-                    {"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE},
+                    {"type": "integer", "minimum": 1, "maximum": MAX_BATCH_SIZE},
                     {"type": "null"},
                 ]
             }
         ),
     ] = None
-    sequence_length: int | None = Field(default=None, ge=8, le=1_048_576)
+    sequence_length: int | None = Field(default=None, ge=LEAST_SEQUENCE_LENGTH, le=MAX_SEQUENCE_LENGTH)
     learning_rate: float | None = Field(default=None, gt=0, le=1)
     warmup_steps: int | None = Field(default=None, ge=0, le=_MAX_STEPS)
     warmup: float | None = Field(default=None, ge=0, le=1)  # share of all steps
@@ -162,8 +165,8 @@ class WindlassSettings(_Strict):
     # Checked against what stands above it.
     lanes: Annotated[
         int | Literal["auto"],
-        PlainValidator(auto_or_int(1, _MAX_BATCH_SIZE)),
-        described_as({"type": "integer", "minimum": 1, "maximum": _MAX_BATCH_SIZE}),
+        PlainValidator(auto_or_int(1, MAX_BATCH_SIZE)),
+        described_as({"type": "integer", "minimum": 1, "maximum": MAX_BATCH_SIZE}),
     ] = "auto"
     max_bad_steps: int = Field(default=_DEFAULTS["max_bad_steps"], ge=0, le=1000)
     model_kernels: Literal["auto", "torch"] = "auto"
@@ -233,7 +236,7 @@ class WindlassSettings(_Strict):
     def _lanes_have_microbatches(cls, lanes: int | str, info: ValidationInfo) -> int | str:
         if isinstance(lanes, int):
             # A setting that is wrong itself is absent, and has its own error.
-            num_microbatches = info.data.get("num_microbatches") or _MAX_BATCH_SIZE
+            num_microbatches = info.data.get("num_microbatches") or MAX_BATCH_SIZE
             check_lanes(lanes, num_microbatches, info.data.get("accumulation_precision", Precision.FP32))
         return lanes
 
@@ -307,12 +310,16 @@ class WindlassSettings(_Strict):
         return self
 
 
-class TooFewMicrobatchesError(ValueError):
-    """A step has fewer micro-batches than GPUs or lanes. It is known once the batch size is."""
+class SettingError(ValueError):
+    """A setting does not go with another one."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
-        self.param = param  # the setting that is too large
+        self.param = param  # the setting, as a request names it
+
+
+class TooFewMicrobatchesError(SettingError):
+    """A step has fewer micro-batches than GPUs or lanes. It is known once the batch size is."""
 
 
 def _check_microbatches(windlass: WindlassSettings, num_microbatches: int, given: str) -> None:
@@ -333,23 +340,26 @@ class JobSettings:
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse what is said twice, differently."""
+        """Refuse what is said twice, differently. Raises SettingError."""
         mine, theirs = self.windlass, self.supervised
         for name, value, other in (
             ("epochs", mine.epochs, theirs.n_epochs),
             ("batch_size", mine.batch_size, theirs.batch_size),
         ):
             if value is not None and other not in ("auto", value):
-                raise ValueError(f"windlass.{name} is {value} but the method's hyperparameters say {other}")
+                param = f"windlass.{name}"
+                raise SettingError(f"{param} is {value} but the method's hyperparameters say {other}", param)
         if mine.learning_rate is not None and theirs.learning_rate_multiplier != "auto":
-            raise ValueError(
+            raise SettingError(
                 f"give windlass.learning_rate ({mine.learning_rate}) or the method's learning_rate_multiplier "
-                f"({theirs.learning_rate_multiplier}), not both"
+                f"({theirs.learning_rate_multiplier}), not both",
+                "windlass.learning_rate",
             )
         batch_size = mine.batch_size or (None if theirs.batch_size == "auto" else theirs.batch_size)
         if batch_size is not None and mine.num_microbatches is not None and mine.num_microbatches > batch_size:
-            raise ValueError(
-                f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples"
+            raise SettingError(
+                f"windlass.num_microbatches is {mine.num_microbatches}, but a batch has only {batch_size} examples",
+                "windlass.num_microbatches",
             )
         if batch_size is not None:
             _check_microbatches(mine, batch_size, f"but a batch has only {batch_size} examples")
@@ -488,6 +498,11 @@ def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:
     if num_examples < 1:
         raise ValueError(f"training needs at least one example, got {num_examples}")
     return epochs * math.ceil(num_examples / batch_size)
+
+
+def planned_steps(asked: WindlassSettings, *, batch_size: int, num_examples: int) -> int:
+    """Returns the steps of a job that does not exist, on a training file with this number of examples."""
+    return num_steps(asked.epochs or DEFAULT_EPOCHS, batch_size, num_examples)
 
 
 def _epochs(settings: JobSettings) -> int:

@@ -7,6 +7,12 @@ from pydantic import PlainValidator, WithJsonSchema
 
 from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 
+# Limits of requests for jobs and plans, of the command line's options and of the dashboard's form.
+MAX_BATCH_SIZE = 4096  # examples of a job's step
+MAX_PLANNED_BATCH_SIZE = 65_536  # examples of a planned step, which may be larger than a job's
+LEAST_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH = 8, 1_048_576  # tokens of an example
+MAX_EXAMPLES = 2**31 - 1  # of a file
+MAX_EPOCHS = 1000
 MAX_GPUS = 16  # of one box
 MAX_BOXES = 16  # of one job
 MOST_CUT_NUMEL = 2**40

@@ -21,5 +21,6 @@ from windlass.storage.memory.numa import node_near as node_near
 from windlass.storage.memory.numa import parse_cpu_list as parse_cpu_list
 from windlass.storage.memory.process_end import describe_process_end as describe_process_end
 from windlass.storage.memory.process_end import explain_process_end as explain_process_end
+from windlass.storage.memory.process_end import is_out_of_memory as is_out_of_memory
 from windlass.storage.memory.process_end import last_line as last_line
 from windlass.storage.memory.process_end import reports_out_of_memory as reports_out_of_memory

@@ -1,5 +1,6 @@
 """Describes how a child process ended: its exit code or signal by name, and what that usually means."""
 
+import errno
 import re
 import signal
 
@@ -9,8 +10,11 @@ from windlass.storage.memory.capacity import memory_available_nbytes
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
 )
-# The last line that a process prints when an allocation fails: Python's exceptions, C++'s, and the C library's error.
-_OUT_OF_MEMORY = re.compile(r"^[\w.]*MemoryError\b|std::bad_alloc|[Cc]an(not|'t) allocate memory")
+# The last line that a process prints when an allocation fails: Python's exceptions, C++'s, the C library's error, and
+# that of OpenBLAS.
+_OUT_OF_MEMORY = re.compile(
+    r"^[\w.]*MemoryError\b|std::bad_alloc|[Cc]an(not|'t) allocate memory|Memory allocation (still )?failed"
+)
 _MOST_CHARS = 300  # characters of a process's last line
 
 
@@ -52,6 +56,12 @@ def last_line(output: str) -> str:
 def reports_out_of_memory(line: str) -> bool:
     """Checks whether a process's last line says that an allocation failed."""
     return _OUT_OF_MEMORY.search(line) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Checks whether an exception says that an allocation failed, whatever its type. Torch's are RuntimeErrors."""
+    is_of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_of_system or reports_out_of_memory(f"{type(error).__name__}: {error}")
 
 
 def _name(number: int) -> str:

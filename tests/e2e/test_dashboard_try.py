@@ -56,6 +56,7 @@ def plan_of(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "tokens_per_s": 2048.0,
         "times_from": "rates",
         "num_compared": 0,
+        "ssd_write_gb_per_step": 1250.0,
         "least_gpu_gib": 3.5,
         "least_gpu_reason": "the logits of the head 1.62 GiB",
         "example_tokens": LENGTHS,
@@ -108,8 +109,13 @@ def test_each_change_of_a_setting_is_planned_and_compared(open_plan: OpenPage) -
     headline, delta = page.locator("#try-headline"), page.locator("#try-delta")
     expect(headline).to_have_text("It fits: 16 s a step")
     expect(delta).to_be_hidden()
-    expect(page.locator("#try-figures dd")).to_have_text(["16 s", "12.8 to 20 s", "2,048", "4"])
+    expect(page.locator("#try-figures dd")).to_have_text(["16 s", "12.8 to 20 s", "2,048", "1.25 TB", "4"])
     expect(page.locator("#try-bound")).to_have_text(PLAN["reasons"][0])
+    sure = "The range is likely: it follows from the machine's rates, and no job of this machine was compared."
+    expect(page.locator("#try-sure")).to_have_text(sure)
+    expect(page.locator("#try-least-gib")).to_have_text(
+        "The least GPU memory for this job is 3.5 GiB, with all else as it is"
+    )
     expect(page.locator("#try-memory li")).to_have_text(
         ["GPU10.8 GiB of 24.0 GiB", "RAM21.5 GiB of 60.0 GiB", "SSDs48.0 GiB of 1.8 TiB"]
     )
@@ -179,12 +185,119 @@ def test_an_estimate_stands_until_the_plan_comes_and_old_answers_are_dropped(ope
     page.get_by_label("SSDs", exact=True).scroll_into_view_if_needed()
     expect(headline).to_be_in_viewport()
 
-    page.get_by_label("Batch size").fill("9")
+    page.get_by_label("Batch size").fill("10")
     expect(page.locator("body")).to_have_attribute("data-asked", "3")
+    by_rates = plan_of(question, step_s=15.0, estimated=True, to_be_measured=True, choices=None)
+    send(2, event("fine_tuning.plan.estimate", by_rates))
+    expect(headline).to_have_text("It fits: about 15 s a step by this machine's rates, being measured…")
+    expect(page.locator("#try-figures dd").first).to_have_text("≈ 15 s")
+    measuring = {"message": "measuring the model's blocks with 4 examples of 512 tokens", "done": 1, "total": 3}
+    send(2, event("fine_tuning.plan.progress", measuring))
+    told = "Measuring the model's blocks with 4 examples of 512 tokens (2 of 3)…"
+    expect(page.locator("#try-sure")).to_have_text(told)
+
+    page.get_by_label("Batch size").fill("9")
+    expect(page.locator("body")).to_have_attribute("data-asked", "4")
     error = {"message": "the plan was not made", "param": None, "code": "no_memory"}
-    send(2, event("error", {"error": error}))
+    send(3, event("error", {"error": error}))
     expect(page.locator("#try-problem")).to_have_text("the plan was not made")
     expect(headline).to_have_text("There is no plan")
+
+
+def test_page_can_be_loaded_again_and_tells_of_which_plan_old_numbers_are(open_plan: OpenPage) -> None:
+    page = open_plan(expected="status of (400|503)")
+    bodies: list[dict[str, Any]] = []
+    page.route(PLANS, lambda route: answer(route, bodies))
+    shapes, again = "**/v1/fine_tuning/shapes", page.get_by_role("button", name="Try again")
+    page.route(shapes, lambda route: route.fulfill(status=503, json={"error": {"message": "the service starts"}}))
+    page.click("#to-plan")
+    expect(page.locator("#try-problem")).to_have_text("the service starts")
+    expect(page.locator("#try-columns")).to_be_hidden()
+    page.unroute(shapes)
+    again.click()
+    expect(page.locator("#try-problem")).to_be_hidden()
+    expect(again).to_be_hidden()
+    headline, old = page.locator("#try-headline"), page.locator("#try-old")
+    expect(headline).to_have_text("It fits: 16 s a step")
+    expect(old).to_be_hidden()
+    page.get_by_label("Batch size").fill("7")
+    expect(page.locator("#try-batch_size-error")).to_have_text("7 is not liked")
+    expect(old).to_have_text("The numbers below are of the last plan, before: batch size 16 → 7.")
+    expect(page.locator("#try-figures dd").first).to_have_text("16 s")
+    page.reload()  # nothing was planned before this error
+    expect(page.locator("#try-batch_size-error")).to_have_text("7 is not liked")
+    expect(old).to_be_hidden()
+    for part in ("#try-figures", "#try-memory-panel", "#try-details", "#try-what-if-panel", "#try-use"):
+        expect(page.locator(part)).to_be_hidden()
+    page.get_by_label("Batch size").fill("8")
+    expect(page.locator("#try-figures dd").first).to_have_text("8 s")
+
+
+def test_a_published_shape_is_planned_and_told_with_all_that_the_command_needs(open_plan: OpenPage) -> None:
+    page = open_plan()
+    bodies: list[dict[str, Any]] = []
+
+    def whole_job(route: Route) -> None:
+        body = json.loads(route.request.post_data or "")
+        bodies.append(body)
+        totals = {"num_steps": 1875, "job_s": 18_720.0, "ssd_write_tb": 2343.75} if "num_examples" in body else {}
+        route.fulfill(json=plan_of(body, **totals, hardware=machine_of("rtx4090:ssds=2").model_dump(), num_compared=12))
+
+    page.route(PLANS, whole_job)
+    page.goto(f"{page.url.partition('#')[0]}#/plan?model=llama-3.1-8b&clip_norm=0.5&cut_matrices=1048576&epochs=2")
+    expect(page.locator("#try-headline")).to_have_text("It fits: 16 s a step")
+    expect(page.get_by_label("Model", exact=True).locator(":checked")).to_have_text(
+        "llama-3.1-8b (8.03 billion parameters)"
+    )
+    groups = page.get_by_label("Model", exact=True).locator("optgroup").evaluate_all("all => all.map(one => one.label)")
+    assert groups == ["Models of this service", "Published shapes"]
+    asked = {"clip_norm": 0.5, "cut_matrices": 1048576, "epochs": 2}
+    assert (bodies[-1]["model"], bodies[-1]["windlass"]) == ("llama-3.1-8b", asked)
+    expect(page.locator("#try-sure")).to_have_text("The range holds in nine of ten jobs, by 12 jobs of this machine.")
+    page.get_by_label("Training examples").fill("15000")
+    job_time = page.locator("#try-job-time")
+    expect(job_time).to_have_text(
+        "The whole job: 5 h 12 min for 1,875 steps, without loading and evaluations. "
+        "It writes 2,344 TB, 1,172 TB to each of 2 SSDs."
+    )
+    page.click("#try-use summary")
+    command = page.locator("#try-command")
+    for option in ("--clip-norm 0.5", "--cut-matrices 1048576", "--epochs 2", "--num-examples 15000"):
+        expect(command).to_contain_text(option)
+    expect(page.locator("#try-curl")).to_contain_text('"model": "MODEL"')
+    page.click("#try-all-choices summary")
+    expect(page.locator("#try-choices tr").nth(1)).to_have_text(
+        re.compile("^micro-batches at once.*that go through each block together")
+    )
+    assert page.locator("#try-batch_size").get_attribute("max") == "65536"
+    assert page.locator("#try-gpus").get_attribute("max") == "16"
+
+    page.get_by_text("Start again").click()
+    expect(job_time).to_be_hidden()
+    expect(page.get_by_label("Clip norm")).to_have_value("1")
+    page.go_back()
+    expect(job_time).to_be_visible()
+    expect(page.get_by_label("Clip norm")).to_have_value("0.5")
+    assert bodies[-1]["windlass"] == asked
+
+
+def test_page_of_a_job_that_does_not_fit_tells_what_else_the_least_gpu_memory_takes(open_plan: OpenPage) -> None:
+    page = open_plan()
+    refused = {
+        "feasible": False,
+        "reasons": ["the job lacks 1.50 TiB on the SSDs", "it fits with 3.50 TiB on the SSDs"],
+        "missing_bytes": {"gpu": 0, "host": 0, "ssd": 1.5 * 2**40},
+        "missing_together": True,
+        "peak_gib": None,
+        "least_gpu_reason": "the logits of the head 1.62 GiB; this is with enough of the other memory",
+    }
+    page.route(PLANS, lambda route: route.fulfill(json=plan_of(json.loads(route.request.post_data or ""), **refused)))
+    page.click("#to-plan")
+    expect(page.locator("#try-headline")).to_have_text("The job lacks 1.50 TiB on the SSDs")
+    expect(page.locator("#try-refusal-title")).to_have_text("It does not fit")
+    expect(page.locator("#try-least-gib")).to_have_text(
+        "The least GPU memory for this job is 3.5 GiB, with enough of the other memory"
+    )
 
 
 @pytest.mark.long
@@ -202,5 +315,8 @@ def test_the_service_plans_what_the_page_asks(service: LiveService, open_plan: O
     page.get_by_label("Sequence length").fill("1000")
     expect(page.locator("#try-sequence_length-error")).to_have_text("the model takes at most 128 tokens, got 1000")
     page.get_by_label("Sequence length").fill("")
+    page.get_by_label("Micro-batches", exact=True).fill("5")
+    expect(page.locator("#try-num_microbatches-error")).to_contain_text("a batch has only 4 examples")
+    page.get_by_label("Micro-batches", exact=True).fill("")
     page.get_by_label("Clip gradients").select_option("off")
     expect(page.locator("#try-delta")).to_contain_text("clip gradients on → off", timeout=60_000)

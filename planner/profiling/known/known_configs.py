@@ -94,7 +94,7 @@ def shape_of_config(content: Mapping[str, Any]) -> "ModelShape | None":
         return _shape(
             content, _SIZES_OF_GPT, "n_positions", _VALUES_OF_GPT, _IGNORED_OF_GPT, {}, is_tied_by_default=True
         )
-    if family not in _ADDITIONS:
+    if not isinstance(family, str) or family not in _ADDITIONS:
         return None
     sizes = dict(_SIZES)
     if "head_dim" in content or family == "qwen3":  # the others have one by division

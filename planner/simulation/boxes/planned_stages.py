@@ -32,10 +32,9 @@ class StagesToSimulate:
     num_cores: int
     names: tuple[str, ...] = ()  # of the boxes, for users; empty: they have none
 
-    @property
-    def boxes(self) -> list[SimulatedBox]:
-        """The boxes, with chunks of one size on all."""
-        layout = in_fewer_chunks(self.layout, max(plan.costs.speeds.num_ssds for plan in self.plans))
+    def boxes(self, *, merges_ssds: bool) -> list[SimulatedBox]:
+        """Returns the boxes, with chunks of one size on all. `merges_ssds`: see `box_of_plan`."""
+        layout = in_fewer_chunks(self.layout, self.plans, merges_ssds=merges_ssds)
         commit_every = commit_every_of(plan.plan for plan in self.plans)
         has_several = len(self.plans) > 1
         ranks = tuple(plan.costs.job.num_ranks for plan in self.plans)
@@ -44,6 +43,7 @@ class StagesToSimulate:
                 plan,
                 layout,
                 num_cores=self.num_cores,
+                merges_ssds=merges_ssds,
                 stages=self.stages if has_several else (),
                 ranks=ranks if has_several else (),
                 names=self.names if has_several else (),
@@ -63,7 +63,7 @@ def simulated_stages_step_s(job: StagesToSimulate, *, max_calls: int | None = No
         Stuck: the job would not end.
         TooLong: a step has more than `max_calls` events.
     """
-    return simulated_step_s_of_boxes(job.boxes, job.network, max_calls=max_calls, most_s=most_s)
+    return simulated_step_s_of_boxes(job.boxes(merges_ssds=True), job.network, max_calls=max_calls, most_s=most_s)
 
 
 def simulate_stages(job: StagesToSimulate, *, limit_s: float = math.inf) -> SimulatedSteps:
@@ -73,4 +73,4 @@ def simulate_stages(job: StagesToSimulate, *, limit_s: float = math.inf) -> Simu
         Stuck: the job would not end.
         TooLong: the simulation has taken `limit_s` of CPU time.
     """
-    return simulate_boxes(job.boxes, job.network, limit_s=limit_s)
+    return simulate_boxes(job.boxes(merges_ssds=False), job.network, limit_s=limit_s)

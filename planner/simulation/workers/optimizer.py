@@ -15,7 +15,7 @@ from windlass.actors.messages import (
 )
 from windlass.actors.worker_policy import ChunkQueue, GradReleases, QueuedChunk, UpdateActions, UpdateQueue
 from windlass.engine.memory_plan import Pool
-from windlass.planner.simulation import Process, Queue, Resource, Signal, SimulatedMachine
+from windlass.planner.simulation import Process, Resource, Signal, SimulatedMachine
 from windlass.storage.ids import ActorName
 
 
@@ -36,9 +36,8 @@ class Optimizer:
         self._resource = Resource(world, name, world.through_memory(world.rates.optimizer_params * world.update_nbytes))
         self._slots = world.pool(f"states at {name}", states)
         self._queue: ChunkQueue[_Chunk] = ChunkQueue(
-            world.shape.ordering.queues, lambda chunk: chunk.grad.key in world.host_slots
+            world.shape.ordering.queues, states.num_slots, lambda chunk: chunk.grad.key in world.host_slots
         )
-        self._arrived: Queue[QueuedChunk[_Chunk]] = Queue(world.clock)
         self._changed = Signal(world.clock)
         self._grad_releases = GradReleases(world.context.plan.grads.num_slots, world.context.spec.num_cpu_optimizers)
         ordering = world.shape.ordering
@@ -49,7 +48,7 @@ class Optimizer:
         # Bytes that an update reads for an element, and those if its params are cached in host memory.
         self._read_itemsize = sum(formats.itemsizes[kind] for kind in kinds)
         self._itemsize_of_cached = sum(formats.itemsizes[kind] for kind in kinds - {formats.param_kind})
-        world.clock.process(self._feed())
+        world.clock.process(self._run_reads())
         world.clock.process(self._run_updates())
 
     def take(self, message: GradOffloaded | UpdateStep) -> None:
@@ -83,24 +82,15 @@ class Optimizer:
         yield from writes
         world.send_to_scheduler(BlockFlushed(job=message.job, step=message.step, block=message.block, actor=self.name))
 
-    def _feed(self) -> Process:
+    def _run_reads(self) -> Process:
         while True:
-            yield from self._changed.until(lambda: self._queue.may_begin)
-            chunk = self._queue.begin(has_slot=False)
-            if chunk is None:
-                yield from self._slots.take()
-                chunk = self._queue.begin(has_slot=True)
-                assert chunk is not None, "with a slot any chunk may begin"
-                if chunk.is_resident:
-                    self._slots.give_back()
-            if chunk.is_resident:
-                self._arrive(chunk)
-            else:
-                self.world.clock.soon(functools.partial(self._read, chunk))
+            yield from self._changed.until(lambda: self._queue.first_to_read is not None)
+            yield from self._slots.take()
+            self.world.clock.soon(functools.partial(self._read, self._queue.begin_to_read()))
 
     def _arrive(self, chunk: QueuedChunk[_Chunk]) -> None:
-        self._queue.arrived()
-        self._arrived.put(chunk)
+        self._queue.arrived(chunk)
+        self._changed.notify()
 
     def _read(self, chunk: QueuedChunk[_Chunk]) -> None:
         """Reads a chunk's states, and then its gradient if that is on an SSD."""
@@ -121,15 +111,12 @@ class Optimizer:
     def _run_updates(self) -> Process:
         world = self.world
         while True:
-            chunk = yield from self._arrived.get()
-            self._queue.updating()
-            self._changed.notify()
+            yield from self._changed.until(lambda: self._queue.has_update)
+            chunk = self._queue.begin_update()
             update, grad = chunk.item.update, chunk.item.grad
             key = grad.key
             duration_s = world.chunk_numel(key) / world.rates.optimizer_params
             yield from self._resource.work(duration_s, SpanKind.UPDATE, update.step, key.block, key.chunk)
-            self._queue.updated()
-            self._changed.notify()
             if released := self._grad_releases.updated(grad.span):
                 world.grad_slots.give_back(len(released))
             if chunk.is_resident:

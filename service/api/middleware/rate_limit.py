@@ -15,11 +15,11 @@ _FAILURES_PER_MINUTE = 60
 
 # Plans made over HTTP at the same time. One process makes them, because it knows the models of the last ones.
 _PLANS_AT_ONCE = 1
+# Measurements for plans at the same time. Each takes all cores, so two would measure each other.
+_MEASUREMENTS_AT_ONCE = 1
 # Other slow operations at the same time, such as a call of a webhook's receiver. Each holds one of the API's 40 threads
 # for seconds.
 _OTHERS_AT_ONCE = 8
-# How long a request waits for a running plan to end. It holds one of the API's threads meanwhile.
-_WAIT_FOR_PLAN_S = 60.0
 
 
 class BusyError(Exception):
@@ -30,9 +30,10 @@ class RateLimits:
     """Counts requests of keys and failures of addresses within the last minute, and limits slow operations at once."""
 
     def __init__(self, requests_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.plans = Turnstile(_PLANS_AT_ONCE, wait_s=_WAIT_FOR_PLAN_S)
-        self.webhook_samples = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
-        self.upload_checks = Turnstile(_OTHERS_AT_ONCE, wait_s=0.0)
+        self.plans = Turnstile(_PLANS_AT_ONCE)
+        self.measurements = Turnstile(_MEASUREMENTS_AT_ONCE)
+        self.webhook_samples = Turnstile(_OTHERS_AT_ONCE)
+        self.upload_checks = Turnstile(_OTHERS_AT_ONCE)
         self._requests = SlidingCounts(requests_per_minute, clock)
         self._failures = SlidingCounts(_FAILURES_PER_MINUTE, clock)
 
@@ -49,36 +50,34 @@ class RateLimits:
 
 
 class Turnstile:
-    """Admits one operation of each name at once, and `num_at_once` in all."""
+    """Admits one operation of each user at once, and `num_at_once` in all."""
 
-    def __init__(self, num_at_once: int, *, wait_s: float) -> None:
+    def __init__(self, num_at_once: int) -> None:
         self._free = threading.BoundedSemaphore(num_at_once)
-        self._wait_s = wait_s
-        self._names: set[str] = set()
+        self._users: set[str | None] = set()
         self._lock = threading.Lock()
 
     @contextmanager
-    def entered(self, name: str, *, waits: bool = True) -> Iterator[None]:
-        """Holds a place while the `with` block runs.
+    def entered(self, user: str | None) -> Iterator[None]:
+        """Holds a place while the `with` block runs. `user`: None stands for all callers without keys.
 
         Raises:
-            BusyError: the name already has or awaits a place, or no place became free in time, or with `waits` false,
-                at once.
+            BusyError: the user has a place already, or none is free.
         """
         with self._lock:
-            if name in self._names:
+            if user in self._users:
+                if user is None:  # whose request that is, is not known
+                    raise BusyError("another one is not done yet; try again in a minute")
                 raise BusyError("one of your requests is not done yet; wait for its answer")
-            self._names.add(name)
-        try:
-            if not (self._free.acquire(timeout=self._wait_s) if waits else self._free.acquire(blocking=False)):
+            if not self._free.acquire(blocking=False):
                 raise BusyError("too many are running for other users; try again in a minute")
-            try:
-                yield
-            finally:
-                self._free.release()
+            self._users.add(user)
+        try:
+            yield
         finally:
             with self._lock:
-                self._names.discard(name)
+                self._users.discard(user)
+                self._free.release()
 
 
 class SlidingCounts:

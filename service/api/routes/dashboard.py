@@ -1,6 +1,7 @@
 """The dashboard's page and its assets, all served from this machine."""
 
 import importlib.util
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from fastapi.staticfiles import StaticFiles
 from fastapi.templating import Jinja2Templates
 
 import windlass
+from windlass.planner.question import CHOICES_IN_WORDS
 from windlass.service.api import CallerDep
+from windlass.service.api.schemas import plan_limits
 from windlass.storage.sql.repositories import Role
 
 _WEB_DIR = Path(windlass.__file__).parent / "web"
@@ -22,8 +25,15 @@ _templates = Jinja2Templates(directory=_WEB_DIR / "templates")
 @router.get("/", include_in_schema=False)
 def show_dashboard(request: Request, caller: CallerDep) -> Response:
     """Shows the dashboard. Answers 404 in an installation without one."""
-    is_admin = caller.role is Role.ADMIN
-    return render(request, "index.html", user=caller.user, has_login=caller.login is not None, is_admin=is_admin)
+    return render(
+        request,
+        "index.html",
+        user=caller.user,
+        has_login=caller.login is not None,
+        is_admin=caller.role is Role.ADMIN,
+        plan_limits=plan_limits(),
+        plan_choices={name: asdict(words) for name, words in CHOICES_IN_WORDS.items()},
+    )
 
 
 @router.get("/docs", include_in_schema=False)

@@ -56,7 +56,7 @@ def upload_file(
     path = context.settings.files_dir / file_id
     nbytes = _store(file.file, path, filename, context.settings)
     try:
-        check_content(path, filename, checks=context.limits.upload_checks, user=caller.user or "")
+        check_content(path, filename, checks=context.limits.upload_checks, user=caller.user)
         sync_path(context.settings.files_dir)  # the folder is durable before a row refers to the file
         with context.database.write() as session:
             check_one_more_file(session, context.settings, caller, nbytes=nbytes)

@@ -3,26 +3,24 @@
 import json
 import logging
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
-from pydantic import ConfigDict, Field
 
 from windlass.actors.timeline import SIMULATED_FOLDER, StepSpans, held_steps, load_step, names_of_boxes, trace_of
-from windlass.planner.hardware import Hardware, unusual
+from windlass.planner.hardware import Hardware, ModelShape, load, published_models, similar_models, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
-from windlass.service.api import POLL_S, CallerDep, Context, ContextDep, PlanRun, error_body, is_visible, model_hint
-from windlass.service.api.middleware import BusyError
-from windlass.service.api.schemas import JobPlanObject, PlanObject, TraceObject
+from windlass.service.api import CallerDep, Context, ContextDep, PlanRun, error_body, is_visible, model_hint
+from windlass.service.api.schemas import CreatePlan, JobPlanObject, PlanObject, TraceObject
+from windlass.service.auth import Caller
 from windlass.service.installation import Settings, check_is_here, node_of
 from windlass.service.jobs import (
     MachineResources,
@@ -31,18 +29,15 @@ from windlass.service.jobs import (
     job_dir,
     plans_of,
     settings_of_plan,
+    totals_of_job,
     view_of,
 )
 from windlass.service.machine import check_gpus, measured_hardware
-from windlass.service.preparation import (
-    check_model,
-    fit_sequence_length,
-)
+from windlass.service.preparation import CheckedModel, check_model, fit_sequence_length
 from windlass.service.validation import (
+    DEFAULT_SEQUENCE_LENGTH,
     ApiError,
-    JsonNumbers,
-    TooFewMicrobatchesError,
-    WindlassSettings,
+    SettingError,
     model_dir,
 )
 from windlass.storage.sql import JobStatus
@@ -50,54 +45,56 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
 
-# How long a stream waits for the end of other plans, those of the same user among them. It holds no thread meanwhile.
-_WAIT_FOR_TURN_S = 60.0
-
 router = APIRouter(prefix="/v1/fine_tuning")
+_MEDIA_TYPE = "text/event-stream"
 
 
-class CreatePlan(JsonNumbers):
-    """The body of `POST /v1/fine_tuning/plans`. `hardware`: describes another machine than this one."""
+# The schema of the stream's events, in the form of OpenAPI 3.2 (4.14.4), beside that of a plan without `stream`.
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            _MEDIA_TYPE: {
+                "itemSchema": {
+                    "type": "object",
+                    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+                    "required": ["event", "data"],
+                }
+            }
+        }
+    }
+}
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: str
-    batch_size: Annotated[int, Field(ge=1, le=65536)]
-    hardware: Hardware | None = None
-    num_validation_examples: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    windlass: WindlassSettings = WindlassSettings()
-    what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
-    stream: bool = False  # answer with server-sent events: a first estimate by formulas, then the plan
+# Makes the plan's object of a report and warnings.
+Shown = Callable[[PlanReport, Sequence[str]], dict[str, Any]]
 
 
-@router.post("/plans", response_model=PlanObject)
-def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> Any:
-    """Plans a job without creating it. Nothing is stored.
+@router.post("/plans", response_model=PlanObject, responses=_STREAMED)
+async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> Any:
+    """Plans a job without creating it. Nothing is stored but measured times of the model's blocks.
 
     With `stream`, the answer is a stream of server-sent events. Those named `fine_tuning.plan.estimate` have the best
-    plan so far by formulas alone, with `estimated`; `fine_tuning.plan` has the plan, and `error` has an error object.
+    plan so far by formulas alone, with `estimated`. With `to_be_measured`, its times follow from the machine's rates,
+    because the model's blocks are not measured yet. Then events named `fine_tuning.plan.progress` have `message`,
+    `done` and `total` of the measurement. `fine_tuning.plan` has the plan, and `error` has an error object.
     """
-    asked, settings = body.windlass, context.settings
+    request, shown = await run_in_threadpool(_asked, context, caller, body)
+    if body.stream:
+        request = replace(request, tells_estimate=True)
+        # Proxies like nginx would otherwise hold the events back.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _streamed(context, caller.user, request, shown)
+        return StreamingResponse(events, media_type=_MEDIA_TYPE, headers=headers)
+    return shown(*await _run(context, caller.user, request))
+
+
+def _asked(context: Context, caller: Caller, body: CreatePlan) -> tuple[PlanRequest, Shown]:
+    """Checks a request for a plan. Raises its ApiError."""
+    asked, settings, batch_size = body.windlass, context.settings, body.checked_batch_size()
     with context.database.read() as session:
-        visible = is_visible(session, caller, body.model)
         is_alone = not JobRepository(session).with_status(
             JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home)
         )
-    checked = check_model(
-        settings,
-        body.model,
-        random_weights=True,
-        hub_files=context.hub_files,
-        is_visible=visible,
-        hint=lambda: model_hint(context, caller, body.model),
-    )
-    sequence_length = fit_sequence_length(asked.sequence_length, checked)
-    if sequence_length is None:
-        raise ApiError(
-            "windlass.sequence_length: the model is not here yet, so its length is not known; give one",
-            param="windlass.sequence_length",
-            code="invalid_value",
-        )
+    model_path, sequence_length = _model(context, caller, body)
     check_gpus(settings, asked.least_gpus, other=body.hardware)
     hardware = body.hardware or measured_hardware(settings)
     if hardware is None:
@@ -106,27 +103,28 @@ def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> Any
             param="hardware",
             code="not_measured",
         )
-    request = _request(settings, body, hardware, sequence_length, is_alone=is_alone)
+    request = _request(
+        settings,
+        body,
+        hardware,
+        model_dir=model_path,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        is_alone=is_alone,
+    )
     request = replace(request, what_if=body.what_if)
 
-    def shown(report: PlanReport, warnings: list[str]) -> dict[str, Any]:
+    def shown(report: PlanReport, warnings: Sequence[str]) -> dict[str, Any]:
         about = {
             "model": body.model,
             "hardware": hardware.model_dump(),
             "job_settings": settings_of_plan(asked, request.training, report),
+            **totals_of_job(asked, report, batch_size=batch_size, num_examples=body.num_examples),
             "warnings": [*unusual(hardware), *warnings],
         }
         return {"object": "fine_tuning.plan", **about, **asdict(report)}
 
-    user = caller.user or ""
-    if body.stream:
-        request = replace(request, tells_estimate=True)
-        return StreamingResponse(_streamed(context, user, request, shown), media_type="text/event-stream")
-    try:
-        with context.limits.plans.entered(user):
-            return shown(*_run(context, request))
-    except BusyError as error:
-        raise _busy(error) from None
+    return request, shown
 
 
 @router.get("/jobs/{job_id}/plan", response_model=JobPlanObject)
@@ -190,8 +188,62 @@ def _correction_of(plan: JobPlan | None) -> dict[str, Any]:
     return {"corrected": plan.corrected, "told": plan.message, "from_attempt": plan.from_attempt}
 
 
+def _model(context: Context, caller: Caller, body: CreatePlan) -> tuple[Path, int]:
+    """Returns the path of the model's folder, or of a published shape, and the tokens of an example.
+
+    A model that is here goes before a published one of the same name. Raises ApiError.
+    """
+    settings, model = context.settings, body.model
+    with context.database.read() as session:
+        visible = is_visible(session, caller, model)
+    folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
+    is_here = visible and folder.is_dir()
+    shape_path = None if is_here else published_models().get(model.lower())
+    if shape_path is None:
+        checked = check_model(
+            settings,
+            model,
+            random_weights=True,
+            hub_files=context.hub_files,
+            is_visible=visible,
+            hint=lambda: model_hint(context, caller, model) or _shape_hint(model),
+        )
+        if not is_here:
+            raise ApiError(
+                f"model: {model} is not here yet; a job downloads it{_shape_hint(model)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        default = None
+    else:
+        longest = load(ModelShape, shape_path).max_tokens
+        checked, default = CheckedModel(max_sequence_length=longest), DEFAULT_SEQUENCE_LENGTH
+    sequence_length = fit_sequence_length(body.windlass.sequence_length, checked) or default
+    if sequence_length is None:
+        raise ApiError(
+            "windlass.sequence_length: the model's config does not tell its longest sequence; give a length",
+            param="windlass.sequence_length",
+            code="invalid_value",
+        )
+    return shape_path or folder, sequence_length
+
+
+def _shape_hint(model: str) -> str:
+    """Names the published shapes whose names are near to a model's that is not here. Returns "" if there are none."""
+    near = similar_models(model)
+    return f" (the shape of {' or '.join(near)} can be planned without its files)" if near else ""
+
+
 def _request(
-    settings: Settings, body: CreatePlan, hardware: Hardware, sequence_length: int, *, is_alone: bool
+    settings: Settings,
+    body: CreatePlan,
+    hardware: Hardware,
+    *,
+    model_dir: Path,
+    batch_size: int,
+    sequence_length: int,
+    is_alone: bool,
 ) -> PlanRequest:
     """Makes the request to the planner. Raises the ApiError that a request for the job would get.
 
@@ -203,83 +255,66 @@ def _request(
             settings,
             hardware,
             MachineResources.here(settings) if is_here else None,
-            model_dir=_folder(settings, body.model),
+            model_dir=model_dir,
             asked=body.windlass,
-            batch_size=body.batch_size,
+            batch_size=batch_size,
             sequence_length=sequence_length,
             num_validation_examples=body.num_validation_examples,
             is_alone=is_here and is_alone,
         )
-    except TooFewMicrobatchesError as error:
+    except SettingError as error:
         raise ApiError(str(error), param=error.param, code="invalid_value") from None
     except ValueError as error:
         raise ApiError(str(error), param="windlass", code="invalid_value") from None
 
 
-def _folder(settings: Settings, model: str) -> Path:
-    folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
-    if not folder.is_dir():
-        raise ApiError(f"model: {model} is not here yet; a job downloads it", param="model", code="model_not_found")
-    return folder
-
-
-def _run(context: Context, request: PlanRequest) -> tuple[PlanReport, list[str]]:
-    """Makes the plan in a child process. Returns it with warnings about processes that died meanwhile."""
-    run = PlanRun(context.settings, context.planner, request)
+@asynccontextmanager
+async def _running(context: Context, user: str | None, request: PlanRequest) -> AsyncIterator[PlanRun]:
+    """Holds a plan's making, which is ended at the end of the `with` block."""
+    run = await run_in_threadpool(PlanRun, context, user, request)
     try:
-        while (report := run.poll()) is None:
-            time.sleep(POLL_S)
-        return report, run.warnings
-    finally:
-        run.close()
-
-
-async def _streamed(
-    context: Context, user: str, request: PlanRequest, shown: Callable[[PlanReport, list[str]], dict[str, Any]]
-) -> AsyncIterator[bytes]:
-    """Yields the events of a plan: estimates, and at last the plan or an error. `shown`: makes the plan's object."""
-    held = ExitStack()
-    try:
-        try:
-            await _enter(held, context, user)
-            run = await run_in_threadpool(PlanRun, context.settings, context.planner, request)
-            held.callback(run.close)
-            while (report := await run_in_threadpool(run.poll)) is None:
-                if (estimate := run.estimate()) is not None:
-                    yield _event("fine_tuning.plan.estimate", {**shown(estimate, []), "estimated": True})
-                await anyio.sleep(POLL_S)
-            last = _event("fine_tuning.plan", shown(report, run.warnings))
-        except BusyError as error:
-            last = _event("error", error_body(_busy(error)))
-        except ApiError as error:
-            last = _event("error", error_body(error))
-        except Exception:  # noqa: BLE001 - the status is sent already, so the stream itself tells
-            _LOG.exception("a plan for a stream failed")
-            failed = ApiError("the plan was not made; the service's log says why", status=500, code="internal_error")
-            last = _event("error", error_body(failed))
-        await run_in_threadpool(held.close)  # who has read the last event may ask again
-        yield last
+        yield run
     finally:
         # If the client has gone, nothing can be awaited.
-        threading.Thread(target=held.close, name="plan-end").start()
+        threading.Thread(target=run.close, name="plan-end").start()
 
 
-async def _enter(held: ExitStack, context: Context, user: str) -> None:
-    """Waits for the user's turn to plan. A page asks again before the answer to its last question has come."""
-    until_s = time.monotonic() + _WAIT_FOR_TURN_S
-    while True:
-        try:
-            held.enter_context(context.limits.plans.entered(user, waits=False))
-            return
-        except BusyError:
-            if time.monotonic() >= until_s:
-                raise
-        await anyio.sleep(POLL_S)
+async def _run(context: Context, user: str | None, request: PlanRequest) -> tuple[PlanReport, list[str]]:
+    """Makes the plan. Returns it with warnings about processes that died meanwhile. Waiting holds no thread."""
+    async with _running(context, user, request) as run:
+        while (report := await run_in_threadpool(run.poll)) is None:
+            await anyio.sleep(run.pause_s)
+        await run_in_threadpool(run.close)  # who has the answer may ask again
+        return report, run.warnings
+
+
+async def _streamed(context: Context, user: str | None, request: PlanRequest, shown: Shown) -> AsyncIterator[bytes]:
+    """Yields the events of a plan: estimates, the progress of measurements, and at last the plan or an error."""
+    try:
+        async with _running(context, user, request) as run:
+            while (report := await run_in_threadpool(run.poll)) is None:
+                for kind, data in _news_of(run, shown):
+                    yield _event(kind, data)
+                await anyio.sleep(run.pause_s)
+            last = _event("fine_tuning.plan", shown(report, run.warnings))
+            await run_in_threadpool(run.close)  # who has read the last event may ask again
+    except ApiError as error:
+        last = _event("error", error_body(error))
+    except Exception:  # noqa: BLE001 - the status is sent already, so the stream itself tells
+        _LOG.exception("a plan for a stream failed")
+        failed = ApiError("the plan was not made; the service's log says why", status=500, code="internal_error")
+        last = _event("error", error_body(failed))
+    yield last
+
+
+def _news_of(run: PlanRun, shown: Shown) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the names and the data of the events that are due before the plan."""
+    if (estimate := run.estimate()) is not None:
+        about = {"estimated": True, "to_be_measured": estimate.to_be_measured}
+        yield "fine_tuning.plan.estimate", {**shown(estimate.report, []), **about}
+    if (progress := run.progress()) is not None:
+        yield "fine_tuning.plan.progress", {"object": "fine_tuning.plan.progress", **progress}
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:
     return format_sse_event(event=kind, data_str=json.dumps(data))
-
-
-def _busy(error: BusyError) -> ApiError:
-    return ApiError(f"plans are made one by one: {error}", status=429, code="plan_in_progress", kind="requests")

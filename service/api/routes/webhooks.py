@@ -229,7 +229,7 @@ def test_endpoint(
     secret = _open(context, row)
     event_id = new_event_id()
     try:
-        with context.limits.webhook_samples.entered(caller.user or ""):
+        with context.limits.webhook_samples.entered(caller.user):
             status = send(
                 row.url,
                 event_id=event_id,

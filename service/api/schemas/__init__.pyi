@@ -30,5 +30,8 @@ from windlass.service.api.schemas.objects import StreamedEvent as StreamedEvent
 from windlass.service.api.schemas.objects import StreamStart as StreamStart
 from windlass.service.api.schemas.objects import TraceObject as TraceObject
 from windlass.service.api.schemas.objects import event_ordinal as event_ordinal
+from windlass.service.api.schemas.plans import CreatePlan as CreatePlan
 from windlass.service.api.schemas.plans import JobPlanObject as JobPlanObject
 from windlass.service.api.schemas.plans import PlanObject as PlanObject
+from windlass.service.api.schemas.plans import ShapeObject as ShapeObject
+from windlass.service.api.schemas.plans import plan_limits as plan_limits

@@ -18,8 +18,8 @@ from windlass.service.validation import (
     GpuNumber,
     JobSettings,
     JsonNumbers,
+    SettingError,
     SupervisedHyperparameters,
-    TooFewMicrobatchesError,
     WindlassSettings,
     check_storable,
     check_suffix,
@@ -159,10 +159,8 @@ class CreateJob(_Request):
                 windlass=self.windlass,
                 seed=secrets.randbits(31) if seed is None else seed,
             )
-        except TooFewMicrobatchesError as error:
+        except SettingError as error:
             raise ApiError(str(error), param=error.param, code="invalid_value") from None
-        except ValueError as error:
-            raise ApiError(str(error), param="windlass", code="invalid_value") from None
 
 
 class FileObject(Identified):

@@ -1,10 +1,91 @@
 """Plans as the API describes them. `planner.report.PlanReport` defines the fields of a plan."""
 
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from windlass.planner.hardware import Hardware
+from windlass.planner.hardware import Hardware, ModelShape
+from windlass.service.validation import (
+    MAX_EXAMPLES,
+    MAX_PLANNED_BATCH_SIZE,
+    ApiError,
+    JsonNumbers,
+    WindlassSettings,
+)
+
+# Settings of a job that say where it runs. A plan over HTTP is for one machine, which its request names.
+_PLACES = {
+    "box": "a plan is for this machine, or for one that `hardware` describes; send the box's as `hardware`",
+    "boxes": "a plan over HTTP is for one machine; leave it out, or ask `windlass plan --boxes` on the command line",
+}
+
+
+class CreatePlan(JsonNumbers):
+    """The body of `POST /v1/fine_tuning/plans`. `hardware`: describes another machine than this one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str  # of this service, or the name of a published shape
+    # It may be larger than a job's. Null: `windlass.batch_size`, which must then be given.
+    batch_size: Annotated[int | None, Field(ge=1, le=MAX_PLANNED_BATCH_SIZE)] = None
+    hardware: Hardware | None = None
+    num_examples: Annotated[int | None, Field(ge=1, le=MAX_EXAMPLES)] = None  # of a training file; for the job's time
+    num_validation_examples: Annotated[int, Field(ge=0, le=MAX_EXAMPLES)] = 0
+    windlass: WindlassSettings = WindlassSettings()
+    what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
+    stream: bool = False  # answer with server-sent events: a first estimate by formulas, then the plan
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _check_is_no_name(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError("must be an object, such as hardware in the answer of GET /v1/fine_tuning/machines/{name}")
+        return value
+
+    def checked_batch_size(self) -> int:
+        """Returns the batch size. Raises ApiError for what only fields together tell, and for what no plan can use."""
+        for name, why in _PLACES.items():
+            if (value := getattr(self.windlass, name)) is not None:
+                raise _wrong(f"windlass.{name}", f"is {value}, but {why}")
+        of_job = self.windlass.batch_size
+        batch_size = self.batch_size or of_job
+        if batch_size is None:
+            raise _wrong("batch_size", "is missing; give it here or as windlass.batch_size")
+        if of_job not in (None, batch_size):
+            raise _wrong("windlass.batch_size", f"is {of_job} but batch_size is {batch_size}; give one of the two")
+        return batch_size
+
+
+@cache
+def plan_limits() -> dict[str, tuple[float | None, float | None]]:
+    """Returns the least and the greatest value of each number in a request for a plan; None: there is no limit.
+
+    The settings of `windlass` stand beside the other fields, without those of the same name.
+    """
+    described = CreatePlan.model_json_schema()
+    fields = described["$defs"]["WindlassSettings"]["properties"] | described["properties"]
+    limits = {}
+    for name, field in fields.items():
+        for kind in field.get("anyOf", [field]):
+            if kind.get("type") in ("integer", "number"):
+                limits[name] = kind.get("minimum", kind.get("exclusiveMinimum")), kind.get("maximum")
+    return limits
+
+
+def _wrong(param: str, why: str) -> ApiError:
+    return ApiError(f"{param}: {why}", param=param, code="invalid_value")
+
+
+class ShapeObject(BaseModel):
+    """A published model whose shape plans know by name, without its files. `id` is the `model` of a plan's request."""
+
+    object: Literal["fine_tuning.shape"] = "fine_tuning.shape"
+    id: str
+    description: str
+    num_params: int
+    max_sequence_length: int | None  # null: as long as is planned
+    shape: ModelShape
 
 
 class PlanFields(BaseModel):
@@ -45,6 +126,10 @@ class PlanObject(PlanFields):
     hardware: Hardware
     # The object `windlass` of a job with this plan; null if nothing fits, or no job can be so large.
     job_settings: dict[str, Any] | None
+    # Of a job on `num_examples` examples, in `windlass.epochs` epochs; null if they are not given.
+    num_steps: int | None
+    job_s: float | None  # the time of so many steps, without loading and evaluations
+    ssd_write_tb: float | None  # terabytes (10^12 bytes) that so many steps write to all SSDs together
     warnings: list[str]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.progress import Progress
 
 from windlass.actors.lifecycle import WAIT_POLICY
+from windlass.amounts import number_text
 from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import (
@@ -32,6 +34,11 @@ from windlass.service.cli.plan.printing import (
 from windlass.service.installation import Settings, load_settings, num_cores
 from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
+    LEAST_SEQUENCE_LENGTH,
+    MAX_EPOCHS,
+    MAX_EXAMPLES,
+    MAX_PLANNED_BATCH_SIZE,
+    MAX_SEQUENCE_LENGTH,
     ApiError,
     WindlassSettings,
     plain_reason,
@@ -39,11 +46,12 @@ from windlass.service.validation import (
 from windlass.storage.ids import Precision, StatePrecision
 
 if TYPE_CHECKING:
-    from windlass.planner.planning import Comparison, Planned
-    from windlass.planner.question import PlanQuestion, PlanReport
+    from windlass.planner.planning import Comparison, Planned, Watcher
+    from windlass.planner.question import PlanQuestion, PlanReport, Profiles
+    from windlass.planner.solver import Solution
     from windlass.planner.stages import StagesReport
 
-_MOST_EXAMPLES, _MOST_TOKENS = 1 << 16, 1 << 22
+EXIT_DOES_NOT_FIT = 3  # the command's exit code if no plan fits; 2 is that of options that cannot be parsed
 _MODEL_HELP = (
     "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b; nothing is "
     "downloaded), or a YAML file with a shape's numbers."
@@ -52,8 +60,10 @@ _MODEL_HELP = (
 
 def plan(
     model: Annotated[str, typer.Option(help=_MODEL_HELP)],
-    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_EXAMPLES, help="Examples per step.")],
-    seq_len: Annotated[int, typer.Option(min=8, max=_MOST_TOKENS, help="Tokens per example.")],
+    batch_size: Annotated[int, typer.Option(min=1, max=MAX_PLANNED_BATCH_SIZE, help="Examples per step.")],
+    seq_len: Annotated[
+        int, typer.Option(min=LEAST_SEQUENCE_LENGTH, max=MAX_SEQUENCE_LENGTH, help="Tokens per example.")
+    ],
     hardware: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +99,13 @@ def plan(
         Optimizer, typer.Option(help="The optimizer; a step takes the same time with both.")
     ] = Optimizer.ADAMW,
     clip: Annotated[bool, typer.Option(help="Clip the gradient's norm.")] = True,
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(
+            help=f"The largest norm of all gradients (default {DEFAULT_CLIP_NORM:g}); a step takes the same time with "
+            "any, and the printed job has it."
+        ),
+    ] = None,
     gradient_updates: Annotated[
         str,
         typer.Option(
@@ -113,8 +130,22 @@ def plan(
     ] = None,
     gpus: Annotated[Any, gpus_option("GPUs of the job, or auto: as many as are fastest.")] = 1,
     num_validation_examples: Annotated[
-        int, typer.Option(min=0, help="Examples of a validation file: evaluations take device memory, too.")
+        int,
+        typer.Option(
+            min=0, max=MAX_EXAMPLES, help="Examples of a validation file: evaluations take device memory, too."
+        ),
     ] = 0,
+    num_examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_EXAMPLES,
+            help="Examples of the training file, to tell the time and the writes of the whole job.",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, max=MAX_EPOCHS, help="Times that a job goes through its examples (default 3).")
+    ] = None,
     find: Annotated[
         Goal | None, typer.Option(help="Search the largest or smallest number with which the job fits.")
     ] = None,
@@ -136,7 +167,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Annotated[Path | None, typer.Option(help="The home directory; else WINDLASS_HOME, else ~/.windlass.")] = None,
 ) -> None:
-    """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change. Exit code 2 if not."""
+    """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change.
+
+    The exit code is 3 if no plan fits, and 2 for options that cannot be parsed. It is 1 for any other error, such as
+    an unknown model.
+    """
     settings = load_settings(home)
     names, numbers = asked_boxes(hardware, boxes)
     kinds = boxes_of(
@@ -144,7 +179,14 @@ def plan(
         numbers,
         network_gbit_per_s=network,
         measured_gb_per_s=lambda: measured_network_gb_per_s(settings),
-        others={"--find": find, "--trace": trace, "--compare": compare, "--what-if": what_if},
+        others={
+            "--find": find,
+            "--trace": trace,
+            "--compare": compare,
+            "--what-if": what_if,
+            "--num-examples": num_examples,
+            "--epochs": epochs,
+        },
     )
     machine = kinds[0].hardware
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
@@ -168,12 +210,15 @@ def plan(
     if what_if and find is not None:
         raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
     _check_order_of_updates(gradient_updates, clip=clip)
+    if clip_norm is not None and not clip:
+        raise CommandError(f"--clip-norm: gradients are not clipped to {clip_norm:g} with --no-clip; leave one out")
     asked = _settings(
-        num_microbatches,
+        **({} if epochs is None else {"epochs": epochs}),
+        num_microbatches=num_microbatches,
         precision=precision,
         state_precision=state_precision,
         optimizer=optimizer,
-        clip_norm=DEFAULT_CLIP_NORM if clip else None,
+        clip_norm=(DEFAULT_CLIP_NORM if clip_norm is None else clip_norm) if clip else None,
         accumulation_precision=accumulation_precision,
         gradient_updates=gradient_updates,
         cut_matrices=int(cut_matrices) if cut_matrices.isdecimal() else cut_matrices,
@@ -204,22 +249,20 @@ def plan(
             plans, lacks = _plans_over_boxes(kinds, questions)
             warnings = list(dict.fromkeys(warning for kind in kinds for warning in unusual(kind.hardware)))
             print_plans_over_boxes(kinds, plans, lacks, warnings, as_json=as_json)
-            raise typer.Exit(0 if plans else 2)
+            raise typer.Exit(0 if plans else EXIT_DOES_NOT_FIT)
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
-        number, num_params, question, planned = _answer(question, find, slack)
-        if what_if:
-            status.update("planning the job with one thing changed: six plans more")
-            planned = _with_what_if(question, planned)
-        found = planned.report
+        number, num_params, question, planned = _answer(question, find, slack, tell=status.update)
         if trace is not None and planned.solution is not None:
             _trace(planned, trace)
         compared = _compare(question, planned) if compare else None
+    found = (_with_what_if(question, planned) if what_if else planned).report
+    totals = _totals_of_job(asked, found, batch_size=question.training.batch_size, num_examples=num_examples)
     job_settings = _job_settings(question, asked, found)
     if as_json:
         of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
         of_systems = {} if compared is None else {"compare": asdict(compared)}
-        about = {"job_settings": job_settings, "warnings": unusual(machine)}
+        about = {"job_settings": job_settings, **totals, "warnings": unusual(machine)}
         print(json.dumps(of_search | asdict(found) | of_systems | about, indent=2))
     else:
         for warning in unusual(machine):
@@ -227,11 +270,12 @@ def plan(
         if number:
             print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
             print()
-        print_report(found)
+        rated_tb = settings.ssd_endurance_tbw if kinds[0].name == MEASURED else ()
+        print_report(found, **totals, num_ssds=question.hardware.ssds.count, ssd_endurance_tbw=rated_tb)
         if job_settings is not None:
             print()
             submitted = model if is_id(settings, model) else "MODEL"
-            print_job_settings(submitted, job_settings, most_gpus=question.num_ranks, is_open=num_microbatches is None)
+            print_job_settings(submitted, job_settings, is_open=num_microbatches is None)
         if found.what_if is not None:
             print()
             print_what_if(found)
@@ -239,7 +283,7 @@ def plan(
             print()
             print_comparison(found, compared)
     if not found.feasible:
-        raise typer.Exit(2)
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 def _plans_over_boxes(
@@ -286,14 +330,14 @@ def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> Non
         raise CommandError(f"--gpus: {error}") from None
 
 
-def _settings(num_microbatches: int | None, **asked: Any) -> WindlassSettings:
-    """Checks settings in the same way as a request's object `windlass`. A plan may have more micro-batches than a job.
+def _settings(**asked: Any) -> WindlassSettings:
+    """Checks settings in the same way as a request's object `windlass`.
 
     Raises:
         CommandError: an option is wrong; the text names it and says why.
     """
     try:
-        return WindlassSettings(**asked).model_copy(update={"num_microbatches": num_microbatches})
+        return WindlassSettings(**asked)
     except ValidationError as error:
         (first, *_) = error.errors()
         option = str(first["loc"][0]).replace("_", "-")
@@ -339,24 +383,47 @@ def _is_box_free(settings: Settings) -> bool:
     return is_box_free(settings)
 
 
-def _answer(question: "PlanQuestion", goal: Goal | None, slack: float) -> tuple[int, int, "PlanQuestion", "Planned"]:
+def _answer(
+    question: "PlanQuestion", goal: Goal | None, slack: float, *, tell: Callable[[str], None]
+) -> tuple[int, int, "PlanQuestion", "Planned"]:
     """Plans the job or searches for the goal. Returns the number found, its parameters, and the question and plan.
 
-    The number is 0 without a search, or if nothing fits.
+    The number is 0 without a search, or if nothing fits. `tell`: shows what goes on, with the estimate by the machine's
+    rates while the model's blocks are measured.
     """
     from windlass.engine.memory_estimate import DeviceNeedUnknownError
     from windlass.engine.model import UnsupportedArchitectureError
-    from windlass.planner.planning import answer, choose_gpus, find
+    from windlass.planner.planning import NOBODY, answer, choose_gpus, find
     from windlass.planner.profiling import UnusableConfigError
 
+    watcher = _telling(tell) if question.measures else NOBODY
     try:
         if question.chooses_ranks:
-            return 0, 0, question, choose_gpus(question).planned
+            return 0, 0, question, choose_gpus(question, watcher).planned
         if goal is not None and (found := find(question, goal, slack=slack)).planned is not None:
             return found.number, found.num_params, found.question, found.planned
-        return 0, 0, question, answer(question)
+        return 0, 0, question, answer(question, watcher)
     except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
         raise CommandError(f"--model: {' '.join(str(error).split())}") from None
+
+
+def _telling(tell: Callable[[str], None]) -> "Watcher":
+    """Returns a watcher that tells the estimates, and which measurement goes on."""
+    from windlass.planner.planning import Watcher
+
+    estimated = "planning"
+
+    def see_estimate(_question: "PlanQuestion", profiles: "Profiles", solution: "Solution") -> None:
+        nonlocal estimated
+        step = number_text(solution.step_s)
+        by_rates = profiles.is_by_rates
+        estimated = f"about {step} s a step by the machine's rates" if by_rates else f"at least {step} s a step"
+        tell(f"planning: {estimated}")
+
+    def see_measurement(what: str, done: int, total: int) -> None:
+        tell(f"{estimated}; measuring {what} ({done + 1} of {total})")
+
+    return Watcher(see_estimate=see_estimate, see_measurement=see_measurement)
 
 
 def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "PlanReport") -> dict[str, Any] | None:
@@ -367,6 +434,14 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
     from windlass.service.jobs import settings_of_plan
 
     return None if question.num_layers is not None else settings_of_plan(asked, question.training, found)
+
+
+def _totals_of_job(
+    asked: WindlassSettings, found: "PlanReport", *, batch_size: int, num_examples: int | None
+) -> dict[str, Any]:
+    from windlass.service.jobs import totals_of_job
+
+    return totals_of_job(asked, found, batch_size=batch_size, num_examples=num_examples)
 
 
 def _trace(planned: "Planned", path: Path) -> None:
@@ -392,9 +467,15 @@ def _trace(planned: "Planned", path: Path) -> None:
 
 
 def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
+    """Plans the changes, with a bar on a terminal."""
     from windlass.planner.answers import with_what_if
 
-    return with_what_if(question, planned)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("planning with one thing changed", total=None)
+        return with_what_if(
+            question, planned, tell=lambda number, total: progress.update(task, completed=number, total=total)
+        )
 
 
 def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":

@@ -1,5 +1,6 @@
 """Printing of a plan in words, and of what it is compared with."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,28 @@ if TYPE_CHECKING:
     from windlass.planner.question import PlanReport
 
 
-def print_job_settings(model: str, job_settings: dict[str, Any], *, most_gpus: int, is_open: bool) -> None:
-    """Prints the command for the planned job.
+# The resources of a step in words.
+_BUSY = {
+    "compute": "device",
+    "h2d": "copies to the device",
+    "d2h": "copies from the device",
+    "ssd": "SSDs",
+    "optimizer": "updates on the CPU",
+    "host_memory": "host memory",
+}
+_LEGEND = """\
+input, rest: what becomes of a layer's input, and of its operators' outputs other than those named as kept or swapped
+kept: on the device. swapped: to RAM, then to SSDs. recomputed: computed again in the backward pass"""
 
-    `most_gpus`: that the job may get. `is_open`: the user did not choose the number of micro-batches.
-    """
+
+def print_job_settings(model: str, job_settings: dict[str, Any], *, is_open: bool) -> None:
+    """Prints the command for the planned job. `is_open`: the user did not choose the number of micro-batches."""
     defaults = WindlassSettings()
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
     if not WindlassSettings.model_validate({**given, "gradient_updates": "auto"}).leaves_order_open:
         given.pop("gradient_updates", None)  # only one order is exact, which a job gets by itself
-    lanes_follow = {"lanes": "auto", "gpus": most_gpus}
-    if job_settings["lanes"] == defaults.model_copy(update=given | lanes_follow).num_lanes:
-        given.pop("lanes", None)
+    if job_settings.get("lanes") == defaults.model_copy(update=given | {"lanes": "auto"}).num_lanes:
+        given.pop("lanes", None)  # they follow from the GPUs
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
     if is_open:
@@ -38,7 +49,9 @@ def print_what_if(found: "PlanReport") -> None:
     else:
         rows.append(("as it is", "-", "-", "does not fit"))
     for row in found.what_if or ():
-        if row.step_s is None or row.tokens_per_s is None:
+        if row.problem is not None:
+            rows.append((row.change, "-", "-", row.problem))
+        elif row.step_s is None or row.tokens_per_s is None:
             rows.append((row.change, "-", "-", "does not fit"))
         else:
             gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
@@ -81,7 +94,20 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
         print(note)
 
 
-def print_report(found: "PlanReport") -> None:
+def print_report(
+    found: "PlanReport",
+    *,
+    num_steps: int | None = None,
+    job_s: float | None = None,
+    ssd_write_tb: float | None = None,
+    num_ssds: int = 1,
+    ssd_endurance_tbw: Sequence[float] = (),
+) -> None:
+    """Prints a plan in words.
+
+    `num_steps`, `job_s`, `ssd_write_tb`: the steps of a job, their seconds, and the terabytes that they write to all
+    `num_ssds` SSDs; None: not known. `ssd_endurance_tbw`: the terabytes that each SSD is rated for, if known.
+    """
     if not found.feasible:
         print("it does not fit:")
         for reason in found.reasons:
@@ -92,18 +118,20 @@ def print_report(found: "PlanReport") -> None:
     step, bound = number_text(numbers["step_s"]), number_text(numbers["bound_s"])
     print_columns(
         [
-            ("step", f"{step} s; no resource alone takes more than {bound} s"),
+            ("step", f"{step} s; resources, and work that cannot overlap, take at least {bound} s"),
             ("how sure", _interval(found)),
+            *_job_time(num_steps, job_s),
+            *_job_wear(ssd_write_tb, num_ssds, ssd_endurance_tbw),
             ("tokens a second", number_text(numbers["tokens_per_s"], 4)),
             ("model's TFLOPS", number_text(numbers["tflops"], 4)),
             ("written to SSDs a step", f"{number_text(numbers['ssd_write_gb_per_step'], 4)} GB"),
             *((f"peak of {name} memory", f"{gib:.2f} GiB") for name, gib in numbers["peak_gib"].items()),
-            *((f"{name} busy", f"{number_text(seconds)} s") for name, seconds in numbers["busy_s"].items()),
+            *((f"busy: {_BUSY.get(name, name)}", f"{number_text(each)} s") for name, each in numbers["busy_s"].items()),
         ]
     )
     print()
     activations = numbers["choices"]["activations"]
-    print_columns([(name, _shown(each)) for name, each in numbers["choices"].items() if not isinstance(each, list)])
+    print_columns(list(_choices(numbers["choices"])))
     print()
     rows = [("layers", "input", "rest", "kept", "swapped")]
     rows += [
@@ -111,6 +139,7 @@ def print_report(found: "PlanReport") -> None:
         for each in activations
     ]
     print_columns(rows)
+    print(_LEGEND)
     print()
     for reason in found.reasons:
         print(reason)
@@ -130,6 +159,36 @@ def _print_least_gpu(found: "PlanReport") -> None:
     if found.least_gpu_gib is not None:
         gib = least_gib(found.least_gpu_gib * GIB)
         print(f"the least GPU memory for this job is {gib} GiB: {found.least_gpu_reason}")
+
+
+def _job_time(num_steps: int | None, job_s: float | None) -> Iterator[tuple[str, str]]:
+    if num_steps is not None and job_s is not None:
+        hours = f"{number_text(job_s / 3600)} hours" if job_s >= 3600 else f"{number_text(job_s / 60)} minutes"
+        yield "the whole job", f"{hours} for {num_steps:,} steps, without loading and evaluations"
+
+
+def _job_wear(
+    ssd_write_tb: float | None, num_ssds: int, ssd_endurance_tbw: Sequence[float]
+) -> Iterator[tuple[str, str]]:
+    if ssd_write_tb is not None:
+        each_tb = ssd_write_tb / num_ssds
+        each = f", {_terabytes(each_tb)} to each of {num_ssds} SSDs" if num_ssds > 1 else ""
+        shares = [f"{number_text(100 * each_tb / rated_tb, 2)}%" for rated_tb in sorted(set(ssd_endurance_tbw))]
+        rated = f", {' or '.join(shares)} of what it is rated for (ssd_endurance_tbw)" if shares else ""
+        yield "the whole job writes", f"{_terabytes(ssd_write_tb)}{each}{rated}"
+
+
+def _terabytes(number: float) -> str:
+    return f"{number_text(number, 4)} TB" if number >= 1 else f"{number_text(number * 1000, 4)} GB"
+
+
+def _choices(choices: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    from windlass.planner.question import CHOICES_IN_WORDS
+
+    for name, value in choices.items():
+        if not isinstance(value, list):
+            words = CHOICES_IN_WORDS[name]
+            yield words.label, _shown(value), words.meaning
 
 
 def _shown(value: object) -> str:

@@ -80,6 +80,12 @@ class WarmProcess:
             self._end()
         self._starter.shutdown()
 
+    def renew(self) -> None:
+        """Ends the process unless it runs a step, so that the next step has a fresh one."""
+        with self._lock:
+            if not self._is_busy:
+                self._end()
+
     def release(self, *, keeps: bool) -> None:
         """Takes the end of a step. `keeps`: the process goes on. Only the step's handle calls this."""
         with self._lock:

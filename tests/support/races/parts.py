@@ -39,11 +39,14 @@ from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.activations.host_store import HostActivations
 from windlass.engine.device.buffer_pool import DeviceBuffers
 from windlass.engine.device.device import Device, copy
+from windlass.engine.device.overlaid_buffers import OverlaidBuffers
 from windlass.engine.device.streams import Event
 from windlass.engine.device.tensor_arena import TensorArena
+from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.engine.pieces.grad_pieces import GradPieceBuffers, PieceSums, StreamedGrad
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step
 from windlass.storage.memory.arena import SlotPool
@@ -183,6 +186,65 @@ def run_pieces(directory: Path, recording: Recording) -> None:
             device.compute.run(buffers.end)
             device.compute.then(functools.partial(slots.release, held))
         slots.drain()
+
+
+class _GradHome:
+    """Host memory for a gradient in pieces."""
+
+    def __init__(self, recording: Recording, numel: int) -> None:
+        self._flat = torch.zeros(numel)
+        recording.memory.add_arena(self._flat, "a gradient")
+
+    def store(self, source: torch.Tensor, start: int) -> None:
+        """See GradHome."""
+        copy(self._flat[start : start + source.numel()], source)
+
+    def load(self, target: torch.Tensor, start: int) -> None:
+        """See GradHome."""
+        copy(target, self._flat[start : start + target.numel()])
+
+    def moved(self, begun: Event, ended: Event, nbytes: int, *, is_out: bool) -> None:
+        """See GradHome."""
+        assert begun.time_s() <= ended.time_s()
+
+
+def run_overlaid_buffers(directory: Path, recording: Recording) -> None:
+    """Fills a user's buffer with copies, twice without another user between."""
+    host = torch.zeros(_SUM_NUMEL)
+    recording.memory.add_arena(host, "a sum")
+    user = BlockIndex(1)
+    with _opened() as device:
+        memory = OverlaidBuffers(device, {None: [], user: [(_SUM_NUMEL, torch.float32)]}, name="sums")
+        for _ in range(2):
+            flat = memory.take(user, _SUM_NUMEL, torch.float32, device.h2d)
+            device.h2d.run(functools.partial(copy, flat, host))
+            device.compute.wait(device.h2d.record())
+            device.compute.run(functools.partial(flat.add, 1))
+            memory.give(flat, device.compute)
+
+
+def run_grads_in_pieces(directory: Path, recording: Recording) -> None:
+    """Continues a gradient that is in host memory, in two micro-batches.
+
+    The first pieces are copied to buffers that no work has used. A piece comes back to another buffer than it left.
+    """
+    numel, num_pieces = _SLOT_NBYTES // 4, 2
+    params = [(f"matrix {index}", index * numel, numel) for index in range(num_pieces)]
+    home, sums = _GradHome(recording, num_pieces * numel), PieceSums({name for name, *_ in params})
+    sums.stored = dict.fromkeys(range(num_pieces), (home, None))
+    with _opened() as device:
+        flats = [torch.empty(numel + NORM_ROW_NUMEL, device=DEVICE) for _ in range(num_pieces + 1)]
+        bounds = [index * numel for index in range(num_pieces + 1)]
+        grad = StreamedGrad(
+            GradPieceBuffers(device, flats, ()), (*bounds, bounds[-1]), params, sums, home, is_complete=False
+        )
+        device.compute.run(grad.begin)
+        for microbatch in range(2):
+            device.compute.run(functools.partial(grad.begin_microbatch, microbatch))
+            for name, offset, _ in reversed(params):
+                added = functools.partial(torch.ones, numel, device=DEVICE)
+                device.compute.run(lambda name=name, offset=offset, added=added: grad.add(name, offset, added()))
+        device.compute.run(grad.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +471,8 @@ PARTS: dict[str, Callable[[Path, Recording], None]] = {
     "blocking copies": run_blocking_copies,
     "buffers": run_buffers,
     "pieces": run_pieces,
+    "overlaid buffers": run_overlaid_buffers,
+    "gradients in pieces": run_grads_in_pieces,
     "partial sums": run_partial_sums,
     "passed sums": run_passed_sums,
     "hidden states": run_hidden_states,

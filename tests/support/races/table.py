@@ -63,20 +63,20 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "HostActivations.drop: self._outward.then": "part: activations",
     },
     "engine/device/overlaid_buffers.py": {
-        "OverlaidBuffers.__init__: device.compute.record": "job: gradients in one memory",
+        "OverlaidBuffers.__init__: device.compute.record": "part: overlaid buffers",
         "OverlaidBuffers.take: stream.wait": "job: gradients in one memory",
+        "OverlaidBuffers.take: stream.wait (2)": "part: overlaid buffers",
         "OverlaidBuffers.give: stream.record": "job: gradients in one memory",
     },
     "engine/pieces/grad_pieces.py": {
-        "GradPieceBuffers.__init__: device.compute.record": "job: streamed gradients",
+        "GradPieceBuffers.__init__: device.compute.record": "part: gradients in pieces",
         "GradPieceBuffers.wait_for_others: self.device.compute.wait": "job: gradients in one memory",
-        "GradPieceBuffers.wait_for_others: self.device.compute.record": "job: gradients in one memory",
-        "GradPieceBuffers.then: self.d2h.then": "job: streamed gradients",
+        "GradPieceBuffers.wait_for_others: self.device.compute.record": "job: streamed gradients",
+        "GradPieceBuffers.then: self.d2h.then": "job: gradients in one memory",
         "StreamedGrad._open: self._buffers.device.compute.wait": "job: streamed gradients",
         "StreamedGrad._fill: stream.wait": "job: streamed gradients",
-        "StreamedGrad._fill: stream.wait (2)": "job: streamed gradients",
+        "StreamedGrad._fill: stream.wait (2)": "part: gradients in pieces",
         "StreamedGrad._merge: compute.wait": "job: lanes in one memory",
-        "StreamedGrad._store: device.compute.wait": "job: streamed gradients",
         "StreamedGrad._store: stream.wait": "job: streamed gradients",
         "StreamedGrad._store: device.compute.record": "job: streamed gradients",
         "StreamedGrad._store: stream.record": "job: streamed gradients",
@@ -133,7 +133,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/gpu_worker/grad_offload.py": {
         "GradOffload.queue_partial_sums: self._device.compute.record": "job: groups",
         "GradOffload.complete: compute.record": "job: early gradients",
-        "GradOffload._streamed_computed: self._streamed.then": "job: streamed gradients",
+        "GradOffload._streamed_computed: self._streamed.then": "job: gradients in one memory",
         "GradOffload._run: self._device.d2h.then": "job: early gradients",
         "GradOffload._copy_out_partial: self._device.d2h.wait": "job: groups",
         "GradOffload._copy_out: d2h.wait": "job: early gradients",
@@ -170,7 +170,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
     "actors/gpu_worker/streamed_grads.py": {
         "StreamedGrads._when_moved: buffers.h2d.then": "job: ranks in pieces",
         "StreamedGrads._when_moved: buffers.d2h.then": "job: ranks in pieces",
-        "StreamedGrads.then: self._buffers_of(block).then": "job: streamed gradients",
+        "StreamedGrads.then: self._buffers_of(block).then": "job: gradients in one memory",
     },
     "actors/gpu_worker/worker.py": {
         "GpuWorker._launch: compute.record": "job: active",
@@ -207,14 +207,10 @@ _THREADS = "a thread waits for another one, not for a device"
 _HOST_SLOTS = "the callback holds names of slots in host memory; a load has tensors of the device, which others hold"
 _QUEUE = "puts a part in a queue"
 _NOT_SHOWN = "the tensor is held elsewhere too, unless it is dropped during its copy, which no scenario does"
-_OTHERS_BETWEEN = "in jobs other users have the memory between two uses of a buffer, and their end is waited for"
 _LATER_COPY = "in jobs another copy precedes the buffer's next one on its stream, and waits for a later store"
 
 # By file and call: the reason.
 NOT_OF_THE_DEVICE: dict[str, dict[str, str]] = {
-    "engine/device/overlaid_buffers.py": {
-        "OverlaidBuffers.take: stream.wait (2)": _OTHERS_BETWEEN,
-    },
     "engine/pieces/grad_pieces.py": {
         "StreamedGrad._merge: compute.record": _LATER_COPY,
     },

@@ -222,6 +222,22 @@ def test_plans_from_the_shell_are_timed(tmp_path: Path) -> None:
     assert all(each.fits and each.wall_s > 0.0 and each.cpu_s > 0.0 for each in times)
 
 
+@pytest.mark.parametrize(("exit_code", "fits"), [(0, True), (3, False)])
+def test_plan_that_does_not_fit_is_timed_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, *, fits: bool
+) -> None:
+    done = SimpleNamespace(returncode=exit_code, stdout=json.dumps({"feasible": fits}), stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: done)
+    assert [each.fits for each in shell_times([6], tmp_path)] == [fits, fits]
+
+
+def test_plan_with_wrong_options_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = SimpleNamespace(returncode=2, stdout="", stderr="Usage: windlass plan")
+    monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: done)
+    with pytest.raises(RuntimeError, match="Usage: windlass plan"):
+        shell_times([6], tmp_path)
+
+
 @pytest.mark.long
 def test_all_layers_of_a_sweep_swap_equally() -> None:
     (case,) = QUICK_SWAPS

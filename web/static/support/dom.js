@@ -20,14 +20,15 @@ export function make(tag, text = "", className = "") {
   return element;
 }
 
-/** Fills a description list with [name, value] pairs. It is rebuilt only if its names change. */
+/** Fills a description list with [name, value, tooltip?] entries. It is rebuilt only if its names change. */
 export function setPairs(list, pairs) {
   const names = JSON.stringify(pairs.map(([name]) => name));
   if (list.dataset.names !== names) {
     list.dataset.names = names;
     list.replaceChildren(
-      ...pairs.map(([name]) => {
+      ...pairs.map(([name, , tooltip]) => {
         const pair = make("div");
+        if (tooltip) pair.title = tooltip;
         pair.append(make("dt", name), make("dd"));
         return pair;
       }),

@@ -29,6 +29,13 @@ export function bytes(value) {
   return `${power === 0 || scaled >= 100 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
 }
 
+/** Formats gigabytes (10^9 bytes) that are written to SSDs, in the units of their data sheets. */
+export function written(gigabytes) {
+  if (gigabytes == null) return MISSING;
+  const number = (value) => (value < 1000 ? small(value) : WHOLE.format(value));
+  return gigabytes < 1000 ? `${number(gigabytes)} GB` : `${number(gigabytes / 1000)} TB`;
+}
+
 /** Formats a duration by its two largest units, or by one if that is exact enough. */
 export function duration(seconds) {
   const total = Math.max(0, Math.round(seconds));

@@ -10,6 +10,8 @@ const machines = new Map(); // those that were read by name
 
 export const listModels = () => request("/v1/models");
 export const listMachines = () => request(MACHINES);
+/** Lists the published models that can be planned without their files. */
+export const listShapes = () => request("/v1/fine_tuning/shapes");
 
 /** Returns a machine by its name, such as `rtx4090:gpus=2,ram=128`. A name always means the same machine. */
 export async function getMachine(name) {
@@ -18,15 +20,16 @@ export async function getMachine(name) {
 }
 
 /**
- * Asks for a plan and returns it. `onEstimate` is called with an estimate, if one comes before.
+ * Asks for a plan and returns it. `onEstimate` is called with an estimate, if one comes before, and `onProgress` with
+ * `message`, `done` and `total` while this machine's times for the model are measured.
  *
  * The service makes one plan of a user at a time, so this waits for one that was asked for earlier. Throws Refusal for an
  * error of the service, AbortError once `signal` is aborted, TypeError if no service answers.
  */
-export async function askForPlan(question, { signal, onEstimate }) {
+export async function askForPlan(question, { signal, onEstimate, onProgress }) {
   for (;;) {
     try {
-      return await ask(question, { signal, onEstimate });
+      return await ask(question, { signal, onEstimate, onProgress });
     } catch (error) {
       if (error.code !== "plan_in_progress") throw error;
     }
@@ -43,11 +46,12 @@ const post = (question, signal) =>
     signal,
   });
 
-async function ask(question, { signal, onEstimate }) {
+async function ask(question, { signal, onEstimate, onProgress }) {
   const response = await post({ ...question, stream: true }, signal);
   if (!response.headers.get("content-type")?.startsWith("text/event-stream")) return response.json();
   for await (const { event, data } of eventsOf(response.body)) {
     if (event === "fine_tuning.plan.estimate") onEstimate(data);
+    else if (event === "fine_tuning.plan.progress") onProgress(data);
     else if (event === "fine_tuning.plan") return data;
     else if (event === "error") throw Refusal.of(response.status, data);
   }

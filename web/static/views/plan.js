@@ -16,6 +16,7 @@ const RESOURCES = {
 };
 const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
 
+const CHOICES = JSON.parse(byId("planner").dataset.choices); // the label and the meaning of each choice, by its name
 const shown = new Map(); // by prefix of the elements: the plan whose details they show; a new plan is a new object
 
 /** Shows a job's plan beside its measured values. Either is null if there is none yet. */
@@ -110,6 +111,21 @@ export function renderDetails(prefix, plan) {
   const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
   setOptional(part("summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${devices}${lengths}${groups}`);
   setItems(part("reasons"), plan.reasons);
+  const choices = Object.entries(plan.choices ?? {}).filter(([name]) => name in CHOICES);
+  part("all-choices").hidden = choices.length === 0;
+  fill(part("choices"), choices, ([name, value]) => {
+    const row = make("tr");
+    const head = make("th", CHOICES[name].label);
+    head.scope = "row";
+    row.append(head, make("td", choiceOf(value)), make("td", CHOICES[name].meaning));
+    return row;
+  });
+}
+
+function choiceOf(value) {
+  if (value === null || typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value === "string") return value;
+  return Number.isInteger(value) ? format.whole(value) : format.small(value);
 }
 
 function lengthsOf({ limit, widest, mean, of_data: isOfData }) {

@@ -6,39 +6,44 @@ import { byId, make, setOptional } from "../support/dom.js";
 const AUTO = "auto";
 
 // Each field has the name that the address and the question use, and the `params` that an error may name. A field that
-// has its default value is left out of both, except where `always` is true. An empty number means `empty`.
+// has its default value is left out of both, except where `always` is true. An empty number means `empty`. The service
+// tells the limits of numbers. A list that `hasNumbers` takes a number of the address, too.
 const JOB = [
   { name: "model", label: "Model", kind: "select", params: ["model"], always: true, options: [],
-    help: "A model of this service." },
-  { name: "batch_size", label: "Batch size", kind: "int", initial: 16, min: 1, max: 65536, always: true,
+    help: "A model of this service, or a published shape, of which no files are needed." },
+  { name: "batch_size", label: "Batch size", kind: "int", initial: 16, always: true,
     params: ["batch_size", "windlass.batch_size"], help: "Examples of a step." },
-  { name: "sequence_length", label: "Sequence length", kind: "int", initial: null, min: 8, max: 1048576,
+  { name: "sequence_length", label: "Sequence length", kind: "int", initial: null,
     empty: "as the model", help: "Tokens of an example. Empty: 2048, or the most that the model takes." },
-  { name: "num_microbatches", label: "Micro-batches", kind: "int", initial: null, min: 1, max: 65536, empty: AUTO,
+  { name: "num_microbatches", label: "Micro-batches", kind: "int", initial: null, empty: AUTO,
     help: "Parts in which a step is computed. Empty: as many as are fastest." },
   { name: "clip", label: "Clip gradients", kind: "select", initial: "on", options: ["on", "off"], params: [],
     help: "Clipping needs all gradients before the first update. Without it updates can begin during the backward pass." },
-  { name: "clip_norm", label: "Clip norm", kind: "float", initial: 1, min: 0.001, max: 1000,
+  { name: "clip_norm", label: "Clip norm", kind: "float", initial: 1,
     help: "The largest norm of all gradients. It does not change the time of a step." },
   { name: "precision", label: "Precision", kind: "select", initial: "bf16", options: ["bf16", "fp16", "fp32"],
     help: "The format in which the model computes." },
   { name: "state_precision", label: "State precision", kind: "select", initial: "fp32",
     options: ["fp32", "split", "bf16"],
     help: "The format of the optimizer's states. split: the same bits in less space. bf16: less space, less exact." },
+  { name: "num_examples", label: "Training examples", kind: "int", initial: null, empty: "not known",
+    params: ["num_examples"], help: "Of the training file, to tell the time of the whole job." },
+  { name: "epochs", label: "Epochs", kind: "int", initial: 3, empty: "3",
+    help: "Times that the job goes through its examples. They change the time of the job only." },
 ];
 const MORE = [
-  { name: "cut_matrices", label: "Cut matrices", kind: "select", initial: AUTO, options: [AUTO, "off"],
+  { name: "cut_matrices", label: "Cut matrices", kind: "select", hasNumbers: true, initial: AUTO, options: [AUTO, "off"],
     help: "auto: large matrices are computed in parts where that makes a plan possible or faster." },
-  { name: "gpus", label: "GPUs of the job", kind: "int", initial: 1, min: 1, max: 64, empty: AUTO,
+  { name: "gpus", label: "GPUs of the job", kind: "int", initial: 1, empty: AUTO,
     help: "Of those that the machine has. Empty: as many as are fastest." },
   { name: "gradient_updates", label: "Gradient updates", kind: "select", initial: AUTO,
     options: [AUTO, "active", "kept"],
     help: "active: during the backward pass. kept: in the next forward pass. auto: the fastest order that is exact." },
   { name: "accumulation_precision", label: "Gradient sums", kind: "select", initial: "fp32",
     options: ["fp32", "bf16", "fp16"], help: "The format in which gradients are summed: fp32, or the model's." },
-  { name: "lanes", label: "Lanes", kind: "int", initial: null, min: 1, max: 65536, empty: AUTO,
+  { name: "lanes", label: "Lanes", kind: "int", initial: null, empty: AUTO,
     help: "Sums of micro-batches that are made separately. Empty: one for each GPU." },
-  { name: "num_validation_examples", label: "Validation examples", kind: "int", initial: 0, min: 0, max: 2147483647,
+  { name: "num_validation_examples", label: "Validation examples", kind: "int", initial: 0,
     params: ["num_validation_examples"], help: "Of a validation file. Evaluations take device memory, too." },
 ];
 // The initial values of these are those of the chosen machine; `size` is the part of a desktop's name.
@@ -56,11 +61,13 @@ const MACHINE = [
 ];
 const FIELDS = [...JOB, ...MORE, ...MACHINE];
 // Fields whose values are no settings of the object `windlass` as they stand.
-const NO_SETTINGS = new Set(["model", "batch_size", "num_validation_examples", "clip", "clip_norm"]);
+const NO_SETTINGS = new Set(["model", "batch_size", "num_examples", "num_validation_examples", "clip", "clip_norm"]);
 
 export class PlanForm {
   #values = {}; // name: the value, null where a number is left empty; a text that is no number stays a text
   #machines = new Map();
+  #shapes = new Map();
+  #limits = JSON.parse(byId("try-form").dataset.limits);
   #controls = new Map();
 
   /** `onChange` is called after each change by the user. */
@@ -72,9 +79,11 @@ export class PlanForm {
     byId("try-form").addEventListener("submit", (event) => event.preventDefault());
   }
 
-  /** Sets the models and machines that there are, and the values of an address' query. */
-  fill(models, machines, query) {
+  /** Sets the ids of models, the shapes and machines that there are, and the values of an address' query. */
+  fill(models, shapes, machines, query) {
     this.#machines = new Map(machines.map((machine) => [machine.id, machine]));
+    // A model that is here goes before a shape of the same name.
+    this.#shapes = new Map(shapes.filter(({ id }) => !models.includes(id)).map((shape) => [shape.id, shape]));
     this.models = models;
     this.read(query);
   }
@@ -83,7 +92,7 @@ export class PlanForm {
   read(query) {
     const given = new URLSearchParams(query);
     this.#values = {};
-    const first = { model: this.models[0] ?? null, machine: [...this.#machines.keys()][0] };
+    const first = { model: this.#optionsOf({ name: "model" })[0], machine: [...this.#machines.keys()][0] };
     for (const field of FIELDS) {
       const text = given.get(field.name);
       this.#values[field.name] = text === null ? (first[field.name] ?? this.#initial(field)) : parse(field, text);
@@ -98,8 +107,9 @@ export class PlanForm {
     return new URLSearchParams(pairs).toString();
   }
 
-  get model() {
-    return this.#values.model;
+  /** Whether the service has the files of the model, so that a job can name it. */
+  get isModelHere() {
+    return this.models.includes(this.#values.model);
   }
 
   get machine() {
@@ -117,12 +127,14 @@ export class PlanForm {
     const windlass = {};
     for (const field of [...JOB, ...MORE]) {
       if (NO_SETTINGS.has(field.name) || this.#isInitial(field)) continue;
-      windlass[field.name] = values[field.name] ?? AUTO;
+      const value = values[field.name] ?? (field.empty === AUTO ? AUTO : null);
+      if (value !== null) windlass[field.name] = value;
     }
     if (values.clip === "off") windlass.clip_norm = null;
     else if (values.clip_norm != null && values.clip_norm !== 1) windlass.clip_norm = values.clip_norm; // empty: the default
     const body = { model: values.model, windlass };
     if (values.batch_size !== null) body.batch_size = values.batch_size;
+    if (values.num_examples !== null) body.num_examples = values.num_examples;
     if (values.num_validation_examples !== 0) body.num_validation_examples = values.num_validation_examples;
     const { name, hardware } = await this.#chosenMachine();
     if (name !== "measured") body.hardware = hardware;
@@ -184,7 +196,7 @@ export class PlanForm {
   }
 
   #optionsOf(field) {
-    if (field.name === "model") return this.models;
+    if (field.name === "model") return [...this.models, ...this.#shapes.keys()];
     return field.name === "machine" ? [...this.#machines.keys()] : field.options;
   }
 
@@ -207,7 +219,8 @@ export class PlanForm {
     if (!isList) {
       control.type = "number";
       control.inputMode = field.kind === "int" ? "numeric" : "decimal";
-      Object.assign(control, { min: field.min, max: field.max, step: field.kind === "int" ? 1 : "any" });
+      const [min, max] = this.#limits[field.name] ?? [field.min, field.max];
+      Object.assign(control, { min: min ?? "", max: max ?? "", step: field.kind === "int" ? 1 : "any" });
       control.placeholder = field.empty ?? "";
     }
     control.addEventListener("input", () => this.#change(field, control));
@@ -246,10 +259,24 @@ export class PlanForm {
     const key = JSON.stringify(options);
     if (control.dataset.key === key) return;
     control.dataset.key = key;
-    control.replaceChildren(...options.map((option) => new Option(this.#titleOf(field, option), option)));
+    const groups = new Map(); // by title; a list without groups has one without a title
+    for (const option of options) {
+      const title = this.#groupOf(field, option);
+      if (!groups.has(title)) groups.set(title, []);
+      groups.get(title).push(new Option(this.#titleOf(field, option), option));
+    }
+    control.replaceChildren(...[...groups].flatMap(([title, made]) => (title === "" ? made : group(title, made))));
+  }
+
+  #groupOf(field, option) {
+    if (field.name !== "model") return "";
+    return this.#shapes.has(option) ? "Published shapes" : this.models.includes(option) ? "Models of this service" : "";
   }
 
   #titleOf(field, option) {
+    if (field.name === "model" && this.#shapes.has(option)) {
+      return `${option} (${Number((this.#shapes.get(option).num_params / 1e9).toPrecision(3))} billion parameters)`;
+    }
     if (field.name !== "machine") return String(option);
     if (option === "measured") return "this machine";
     const card = this.#machines.get(option)?.sizes ? "desktop" : "published";
@@ -260,9 +287,16 @@ export class PlanForm {
 const paramsOf = ({ name, params, part }) =>
   params ?? (part ? [`hardware.${part.join(".")}`] : [`windlass.${name}`]);
 
+function group(title, options) {
+  const made = make("optgroup");
+  made.label = title;
+  made.append(...options);
+  return made;
+}
+
 /** The value that a control's or an address' text stands for. */
-function parse({ kind }, text) {
-  if (kind === "select") return text;
+function parse({ kind, hasNumbers }, text) {
+  if (kind === "select") return hasNumbers && /^\d+$/.test(text) ? Number(text) : text;
   if (text.trim() === "") return null;
   return Number.isNaN(Number(text)) ? text : Number(text);
 }

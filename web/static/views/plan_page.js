@@ -4,7 +4,7 @@ import * as api from "../support/api.js";
 import { curl, jsonBody, quoted } from "../support/commands.js";
 import { byId, make, setOptional, setPairs, setText } from "../support/dom.js";
 import * as format from "../support/format.js";
-import { askForPlan, listMachines, listModels } from "../support/plans.js";
+import { askForPlan, listMachines, listModels, listShapes } from "../support/plans.js";
 import { fill, percent, range, renderDetails, renderRefusal, seconds, setItems } from "./plan.js";
 import { PlanForm } from "./plan_form.js";
 
@@ -14,6 +14,8 @@ const DEFAULT_LENGTH = 2048; // of examples, unless the model takes less
 const FEW_TIMES = 1.1; // below it a speedup is told in percent
 const TIERS = { gpu: "GPU", host: "RAM", ssd: "SSDs" };
 const GIB = 2 ** 30;
+const ENOUGH_OTHER = "with enough of the other memory"; // the planner's words where this machine has too little of it
+const MIN_COMPARED = 10; // jobs of this machine from which on "nine of ten" is said
 const WHAT_IF_NOTE = "More RAM, one more SSD, a faster card and so on, each planned alone. It takes some seconds.";
 
 export class PlanPage {
@@ -30,10 +32,8 @@ export class PlanPage {
     this.route = route;
     this.#form = new PlanForm(() => this.#onChange());
     byId("try-what-if").addEventListener("click", () => this.#askWhatIf());
-    byId("try-reset").addEventListener("click", () => {
-      this.#form.read("");
-      this.#onChange();
-    });
+    byId("try-retry").addEventListener("click", () => this.#open());
+    byId("try-reset").href = route;
     addEventListener("hashchange", () => this.#onAddress());
   }
 
@@ -47,21 +47,24 @@ export class PlanPage {
   }
 
   async #open() {
+    byId("try-retry").disabled = true;
     try {
-      const [models, machines] = await Promise.all([listModels(), listMachines()]);
+      const [models, shapes, machines] = await Promise.all([listModels(), listShapes(), listMachines()]);
       if (!this.#isShown) return;
-      this.#form.fill(models.data.map(({ id }) => id), machines.data, this.#query);
+      this.#form.fill(models.data.map(({ id }) => id), shapes.data, machines.data, this.#query);
       this.#hasForm = true;
     } catch (error) {
-      this.#showProblem(error);
+      setOptional(byId("try-problem"), error instanceof api.Refusal ? error.message : "The service did not answer.");
+      byId("try-retry").hidden = false;
       return;
+    } finally {
+      byId("try-retry").disabled = false;
     }
+    byId("try-retry").hidden = true;
     byId("to-plan").href = location.hash;
     setOptional(byId("try-problem"), null);
-    const hasModel = this.#form.model !== null;
-    byId("try-no-models").hidden = hasModel;
-    byId("try-columns").hidden = !hasModel;
-    if (hasModel) this.#ask();
+    byId("try-columns").hidden = false;
+    this.#ask();
   }
 
   get #query() {
@@ -73,6 +76,8 @@ export class PlanPage {
     if (!this.#isShown || !this.#hasForm || location.hash.split("?")[0] !== this.route) return;
     if (this.#query === this.#form.query) return;
     this.#form.read(this.#query);
+    byId("to-plan").href = location.hash;
+    byId("try-use").hidden = true;
     this.#ask();
   }
 
@@ -106,7 +111,9 @@ export class PlanPage {
       // An estimate of what is already shown exactly would be a step back.
       const isKnown = this.#last !== null && this.#form.changesFrom(this.#last.values).length === 0;
       const onEstimate = (plan) => !signal.aborted && !isKnown && this.#showPlan(plan, true);
-      const plan = await askForPlan(whatIf ? { ...body, what_if: true } : body, { signal, onEstimate });
+      const onProgress = (progress) => !signal.aborted && setOptional(byId("try-sure"), progressInWords(progress));
+      const asked = whatIf ? { ...body, what_if: true } : body;
+      const plan = await askForPlan(asked, { signal, onEstimate, onProgress });
       if (signal.aborted) return;
       this.#keep(plan, values);
       this.#showPlan(plan, false);
@@ -135,18 +142,31 @@ export class PlanPage {
   // --- what is shown ---
 
   #showProblem(error) {
+    this.#showLast();
     const isOfField = this.#form.showError(error);
     const told = error instanceof api.Refusal ? error.message : "The service did not answer; change a setting to ask again.";
-    byId("try-use").hidden = true;
-    setText(byId("try-what-if-note"), WHAT_IF_NOTE);
     setOptional(byId("try-problem"), isOfField ? null : told);
-    byId("try-answer").classList.add("is-old");
     setText(byId("try-headline"), isOfField ? "One setting is wrong; it is marked in the form" : "There is no plan");
+  }
+
+  /** Shows the last plan as an old one. What is shown so far may be an estimate for settings that failed. */
+  #showLast() {
+    const last = this.#last;
+    if (last) this.#showPlan(last.plan, false);
+    else renderWhatIf(null);
+    const inHead = ["figures", "warnings", "job-time", "bound", "sure"].map((name) => byId(`try-${name}`));
+    const panels = byId("try-answer").querySelectorAll(":scope > .panel:not(.try-head)");
+    for (const part of [...inHead, ...panels]) part.hidden ||= !last;
+    byId("try-use").hidden = true;
+    byId("try-answer").classList.add("is-old");
     setOptional(byId("try-delta"), null);
+    const changes = last ? this.#form.changesFrom(last.values).join(", ") : "";
+    setOptional(byId("try-old"), last && `The numbers below are of the last plan${changes && `, before: ${changes}`}.`);
   }
 
   #showPlan(plan, isEstimate) {
     setOptional(byId("try-problem"), null);
+    setOptional(byId("try-old"), null);
     this.#form.showError(null);
     byId("try-answer").classList.remove("is-old");
     byId("try-answer").classList.toggle("is-estimate", isEstimate);
@@ -156,6 +176,7 @@ export class PlanPage {
     byId("try-delta").dataset.trend = before ? trendOf(before.plan, plan) : "";
     byId("try-figures").hidden = !plan.feasible;
     if (plan.feasible) setPairs(byId("try-figures"), figuresOf(plan, isEstimate));
+    setOptional(byId("try-job-time"), isEstimate ? null : jobTime(plan));
     setOptional(byId("try-bound"), plan.feasible ? plan.reasons?.[0] : null);
     setOptional(byId("try-sure"), isEstimate ? null : sureness(plan));
     byId("try-warnings").hidden = !plan.warnings?.length;
@@ -175,33 +196,61 @@ export class PlanPage {
     byId("try-use-job").hidden = !settings;
     if (settings) {
       setText(byId("try-settings"), JSON.stringify(settings, null, 2));
-      const request = { model: body.model, training_file: "FILE_ID", windlass: settings };
+      // A job needs the files of its model, which a shape does not have.
+      const request = { model: this.#form.isModelHere ? body.model : "MODEL", training_file: "FILE_ID", windlass: settings };
       setText(byId("try-curl"), curl("/v1/fine_tuning/jobs", ...jsonBody(request, 2)));
     }
     setText(byId("try-command"), commandOf(plan, body, machineName, hardware));
   }
 }
 
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+const progressInWords = ({ message, done, total }) => {
+  const told = capital(message);
+  return total == null ? `${told}…` : `${told} (${done + 1} of ${total})…`;
+};
+
 function headlineOf(plan, isEstimate) {
-  if (!plan.feasible) return plan.reasons?.[0] ?? "It does not fit";
+  if (!plan.feasible) return capital(plan.reasons?.[0] ?? "It does not fit");
+  if (plan.to_be_measured) return `It fits: about ${seconds(plan.step_s)} a step by this machine's rates, being measured…`;
   if (isEstimate) return `It fits: at least ${seconds(plan.step_s)} a step, being simulated…`;
   return `It fits: ${seconds(plan.step_s)} a step`;
 }
 
 function figuresOf(plan, isEstimate) {
   const { choices, step_s_low: low } = plan;
+  const [atLeast, atMost] = plan.to_be_measured ? ["≈ ", "≈ "] : isEstimate ? ["≥ ", "≤ "] : ["", ""];
   return [
-    ["A step", `${isEstimate ? "≥ " : ""}${seconds(plan.step_s)}`],
-    ["Likely", isEstimate || low == null ? format.small(null) : range(plan)],
-    ["Tokens a second", `${isEstimate ? "≤ " : ""}${format.rate(plan.tokens_per_s)}`],
-    ["Micro-batches", choices?.num_microbatches ? String(choices.num_microbatches) : format.small(null)],
+    ["A step", `${atLeast}${seconds(plan.step_s)}`, "From one update of all params to the next"],
+    ["Likely", isEstimate || low == null ? format.small(null) : range(plan), "The range of a step's time, as far as is known"],
+    ["Tokens a second", `${atMost}${format.rate(plan.tokens_per_s)}`, "That a step computes"],
+    ["Written to SSDs a step", format.written(plan.ssd_write_gb_per_step), "To all SSDs together; it wears them"],
+    [
+      "Micro-batches",
+      choices?.num_microbatches ? String(choices.num_microbatches) : format.small(null),
+      "Parts in which the batch of a step is computed",
+    ],
   ];
 }
 
+function jobTime({ num_steps: number, job_s: total, ssd_write_tb: terabytes, hardware }) {
+  if (total == null) return null;
+  const time = `The whole job: ${format.duration(total)} for ${format.whole(number)} steps, without loading and evaluations.`;
+  if (terabytes == null) return time;
+  const gb = terabytes * 1000;
+  const count = hardware.ssds.count;
+  const each = count > 1 ? `, ${format.written(gb / count)} to each of ${count} SSDs` : "";
+  return `${time} It writes ${format.written(gb)}${each}.`;
+}
+
+/** Tells how sure the range is, with the command's words: see `planner/predictions/confidence.py`. */
 function sureness({ feasible, times_from: source, num_compared: number }) {
   if (!feasible || !source) return null;
-  const compared = number > 0 ? `, corrected by ${number} measured ${number === 1 ? "job" : "jobs"}` : "";
-  return `The range is where nine of ten such jobs lie; times are from ${format.words(source)}${compared}.`;
+  if (number >= MIN_COMPARED) return `The range holds in nine of ten jobs, by ${number} jobs of this machine.`;
+  const compared = { 0: "no job of this machine was", 1: "one job of this machine was" }[number ?? 0] ?? `${number} jobs of this machine were`;
+  const rates = source === "rates" ? "it follows from the machine's rates, and " : "";
+  return `The range is likely: ${rates}${compared} compared.`;
 }
 
 const tokensOf = ({ step_s, tokens_per_s }) => step_s * tokens_per_s;
@@ -245,32 +294,37 @@ function renderMemory({ peak_gib: peak, hardware, least_gpu_gib: least, least_gp
     return item;
   });
   byId("try-least").hidden = least == null;
-  setText(byId("try-least-gib"), `It fits with at least ${format.bytes(least * GIB)} of GPU memory, all else as it is`);
+  const others = why?.includes(ENOUGH_OTHER) ? ENOUGH_OTHER : "with all else as it is";
+  setText(byId("try-least-gib"), `The least GPU memory for this job is ${format.bytes(least * GIB)}, ${others}`);
   setText(byId("try-least-why"), why ?? "");
 }
 
 function renderWhatIf(changes) {
   byId("try-what-if-table").hidden = !changes;
   setText(byId("try-what-if-note"), changes ? "The largest gain comes first." : WHAT_IF_NOTE);
-  fill(byId("try-what-if-rows"), changes ?? [], ({ change, feasible, step_s: step, tokens_per_s: rate, gain }) => {
+  fill(byId("try-what-if-rows"), changes ?? [], ({ change, feasible, step_s: step, tokens_per_s: rate, gain, problem }) => {
     const row = make("tr");
     const head = make("th", change);
     head.scope = "row";
     const gained = gain == null ? format.small(null) : `${gain > 0 ? "+" : ""}${percent(gain)}`;
-    const cells = feasible ? [seconds(step), format.rate(rate), gained] : ["does not fit", "", ""];
+    const cells = feasible ? [seconds(step), format.rate(rate), gained] : [problem ?? "does not fit", "", ""];
     row.append(head, ...cells.map((text) => make("td", text)));
     return row;
   });
 }
 
 /** The command line that asks the same question. */
-function commandOf(plan, { model, batch_size: batch, num_validation_examples: examples, windlass }, machineName, hardware) {
+function commandOf(plan, body, machineName, hardware) {
+  const { model, batch_size: batch, windlass } = body;
   const length = plan.job_settings?.sequence_length ?? plan.example_tokens?.limit ?? windlass.sequence_length ?? DEFAULT_LENGTH;
   const options = [["model", model], ["batch-size", batch], ["seq-len", length], ["hardware", machineName ?? "machine.yaml"]];
   for (const [name, value] of Object.entries(windlass)) {
     if (!["sequence_length", "clip_norm"].includes(name)) options.push([name.replaceAll("_", "-"), value]);
   }
-  if (examples) options.push(["num-validation-examples", examples]);
+  for (const name of ["num_examples", "num_validation_examples"]) {
+    if (body[name]) options.push([name.replaceAll("_", "-"), body[name]]);
+  }
+  if (windlass.clip_norm != null) options.push(["clip-norm", windlass.clip_norm]);
   const words = options.map(([name, value]) => `--${name} ${quoted(String(value))}`);
   if (windlass.clip_norm === null) words.push("--no-clip");
   const command = `windlass plan ${words.join(" ")}`;

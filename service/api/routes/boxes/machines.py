@@ -1,6 +1,7 @@
-"""`/v1/fine_tuning/machines`: the machines that a plan can be asked for by name."""
+"""`/v1/fine_tuning/machines` and `/v1/fine_tuning/shapes`: the machines and models that plans know by name."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 from fastapi import APIRouter
@@ -8,19 +9,24 @@ from pydantic import BaseModel
 
 from windlass.planner.hardware import (
     Hardware,
+    ModelShape,
     UnknownMachineError,
     desktop_sizes,
     example_machines,
+    load,
     machine_of,
+    published_models,
 )
+from windlass.planner.profiling import num_params_of
 from windlass.service.api import ContextDep, ListOf
+from windlass.service.api.schemas import ShapeObject
 from windlass.service.installation import Settings
 from windlass.service.machine import measured_hardware
 from windlass.service.validation import ApiError
 
 _MEASURED = "measured"  # the name of this machine, as for `windlass plan --hardware`
 
-machines_router = APIRouter(prefix="/v1/fine_tuning/machines")
+machines_router = APIRouter(prefix="/v1/fine_tuning")
 
 
 class MachineObject(BaseModel):
@@ -36,13 +42,13 @@ class MachineObject(BaseModel):
     sizes: dict[str, list[int]] | None = None
 
 
-@machines_router.get("")
+@machines_router.get("/machines")
 def list_machines(context: ContextDep) -> ListOf[MachineObject]:
     """Lists this machine if it was measured, then desktops in their least size, then published machines."""
     return ListOf(data=list(_machines(context.settings)))
 
 
-@machines_router.get("/{machine}")
+@machines_router.get("/machines/{machine}")
 def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
     """Returns a machine. The name of a desktop may have sizes, such as `rtx4090:gpus=2,ram=128,ssds=2`."""
     if machine == _MEASURED and (hardware := measured_hardware(context.settings)) is not None:
@@ -51,6 +57,28 @@ def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
         return _shown(machine, machine_of(machine))
     except UnknownMachineError as error:
         raise ApiError(str(error), status=404, param="machine", code="machine_not_found") from None
+
+
+@machines_router.get("/shapes")
+def list_shapes() -> ListOf[ShapeObject]:
+    """Lists the published models that can be planned without their files, by name."""
+    return ListOf(data=list(_shapes()))
+
+
+@cache
+def _shapes() -> tuple[ShapeObject, ...]:
+    return tuple(_shape(name, load(ModelShape, path)) for name, path in sorted(published_models().items()))
+
+
+def _shape(name: str, shape: ModelShape) -> ShapeObject:
+    num_params = num_params_of(shape)
+    return ShapeObject(
+        id=name,
+        description=f"{num_params / 1e9:.3g} billion parameters, {shape.num_layers} layers of {shape.hidden_size}",
+        num_params=num_params,
+        max_sequence_length=shape.max_tokens,
+        shape=shape,
+    )
 
 
 def _machines(settings: Settings) -> Iterator[MachineObject]:

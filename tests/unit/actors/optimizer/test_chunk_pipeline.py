@@ -144,58 +144,60 @@ def test_chunk_of_urgent_block_overtakes_during_wait_for_slot(bench: Bench, urge
     bench.io.wait_for("read urgent" if urgent == "urgent" else "block 2 of step 1")
     if urgent == "urgent":
         assert "read late" not in bench.io.calls
-    else:  # its slot is free for the other chunk
+    else:  # the slot is for the other chunk
         bench.io.wait_for("read late")
 
 
-def test_call_goes_before_chunks_that_have_not_begun(bench: Bench) -> None:
-    bench.begin(0, "resident")
+def test_resident_chunk_does_not_wait_for_one_that_waits_for_a_slot(bench: Bench) -> None:
+    (slot,) = bench.slots.acquire(1)
+    bench.begin(0, "late")
+    bench.start()
+    bench.begin(1, "resident")
+    bench.io.wait_for("block 1 of step 1")
+    assert bench.io.calls == ["update resident", "block 1 of step 1"]
+    bench.slots.release([slot])
+    bench.io.wait_for("read late")
+
+
+def test_call_goes_before_chunks_that_were_not_read(bench: Bench) -> None:
+    bench.begin(0, "a")
     bench.pipeline.call(lambda: bench.io.note("call"))
     bench.start()
-    bench.io.wait_for("block 0 of step 1")
-    assert bench.io.calls[0] == "call"
+    bench.io.wait_for("read a")
+    assert bench.io.calls == ["call", "read a"]
 
 
-@pytest.fixture
-def held_back() -> Iterator[Bench]:
-    """A pipeline that has read two chunks. One has arrived, and nothing is updated, so a third one may not begin."""
+def test_chunks_are_read_into_all_slots_while_none_is_updated() -> None:
     bench = Bench(num_slots=3)
-    bench.begin(0, "a", "b")
+    bench.begin(0, "a", "b", "c", "d")
     bench.threads[0].start()
-    for item in "ab":
+    for item in "abc":
         bench.io.wait_for(f"read {item}")
-    bench.io.arrivals["a"]()
-    bench.begin(1, "c")
-    yield bench
+        bench.io.arrivals[item]()
+    time.sleep(0.05)
+    assert "read d" not in bench.io.calls
+    bench.threads[1].start()
+    bench.io.wait_for("write a")
+    bench.io.writes["a"]()
+    bench.io.wait_for("read d")
     bench.stop()
 
 
-def test_chunk_that_may_not_begin_begins_after_the_update_before(held_back: Bench) -> None:
-    time.sleep(0.05)
-    assert "read c" not in held_back.io.calls
-    held_back.threads[1].start()
-    held_back.io.wait_for("read c")
-    assert "update a" in held_back.io.calls
-
-
-def test_call_does_not_wait_for_chunks_that_may_not_begin(held_back: Bench) -> None:
-    held_back.pipeline.call(lambda: held_back.io.note("call"))
-    held_back.io.wait_for("call")
-    assert "read c" not in held_back.io.calls
-
-
-def test_cancel_ends_the_wait_of_a_chunk_that_may_not_begin(held_back: Bench) -> None:
+def test_cancel_ends_the_wait_for_a_slot(bench: Bench) -> None:
+    bench.begin(0, "a", "b")
+    bench.threads[0].start()
+    bench.io.wait_for("read a")
     time.sleep(0.05)  # lets the wait begin
-    held_back.token.cancel()
-    held_back.threads[0].join(DEADLINE_S)
-    assert not held_back.threads[0].is_alive()
+    bench.token.cancel()
+    bench.threads[0].join(DEADLINE_S)
+    assert not bench.threads[0].is_alive()
 
 
 def test_optimizer_that_hangs_is_an_error() -> None:
-    bench = Bench(num_slots=2, deadline_s=0.05)
+    bench = Bench(num_slots=1, deadline_s=0.05)
     bench.begin(0, "a", "b")
     bench.io.read_states = lambda item, slot, on_done: on_done()  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError, match=r"waited 0.05 s for the update of a chunk: the optimizer is stuck"):
+    with pytest.raises(TimeoutError, match=r"waited 0.05 s for 1 slots of .* their holders are stuck or slow"):
         bench.pipeline.loops[0]()
     bench.stop()
 

@@ -367,7 +367,7 @@ def test_status_names_slots_that_never_come_free_and_late_ssd_servers(tmp_path: 
     bench.ssds.hold = True
     bench.update()
     text = bench.ssds.await_status("1 slots .* of pool state slots of optimizer-0: 3 of 3 are in use")
-    assert "ChunkPipeline._run_feeds has waited" in text
+    assert "ChunkPipeline._run_reads has waited" in text
     assert "(at update block of step 3, block 0)" in text
     for ssd in (0, 1):
         assert f"ssd-{ssd} has not finished a read of block 0, chunk {ssd}, step 2" in text

@@ -1,19 +1,19 @@
-"""An optimizer's chunks begin in order, only with the slots that they need, and few are read ahead of the updates."""
+"""An optimizer's chunks are read and updated in order, and those in memory do not keep the SSDs waiting."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.actors.worker_policy.block_queue import QueueOrder
-from windlass.actors.worker_policy.chunk_queue import ChunkQueue, Countdown, QueuedChunk
+from windlass.actors.worker_policy.chunk_queue import ChunkQueue, Countdown
 from windlass.storage.ids import BlockIndex, Step
 
 STEP = Step(1)
 
 
-def queue_of(*items: str, order: QueueOrder = QueueOrder.PRIORITY) -> ChunkQueue[str]:
+def queue_of(*items: str, order: QueueOrder = QueueOrder.PRIORITY, num_slots: int = 4) -> ChunkQueue[str]:
     """Chunks of blocks that are the last digit of their name. Those that begin with "r" are resident."""
-    queue: ChunkQueue[str] = ChunkQueue(order, lambda item: item.startswith("r"))
+    queue: ChunkQueue[str] = ChunkQueue(order, num_slots, lambda item: item.startswith("r"))
     for item in items:
         add(queue, item)
     return queue
@@ -23,83 +23,96 @@ def add(queue: ChunkQueue[str], *items: str) -> None:
     queue.add(STEP, BlockIndex(int(items[0][-1])), items)
 
 
-def begin(queue: ChunkQueue[str], *, has_slot: bool = True) -> QueuedChunk[str]:
-    assert queue.may_begin
-    chunk = queue.begin(has_slot=has_slot)
-    assert chunk is not None
-    return chunk
+def read(queue: ChunkQueue[str], number: int) -> None:
+    """Lets the states of so many chunks arrive."""
+    for _ in range(number):
+        queue.arrived(queue.begin_to_read())
 
 
-def test_no_chunk_begins_in_an_empty_queue() -> None:
+def updates(queue: ChunkQueue[str], number: int) -> list[str]:
+    return [queue.begin_update().item for _ in range(number)]
+
+
+def test_an_empty_queue_has_nothing_to_do() -> None:
     queue = queue_of()
-    assert queue.first is None
-    assert not queue.may_begin
+    assert queue.first_to_read is None
+    assert not queue.has_update
 
 
 @pytest.mark.parametrize(
     ("order", "expected"), [(QueueOrder.PRIORITY, ["c1", "b3", "a5"]), (QueueOrder.FIFO, ["a5", "b3", "c1"])]
 )
-def test_chunks_begin_in_the_order_of_their_blocks(order: QueueOrder, expected: list[str]) -> None:
+def test_chunks_are_read_in_the_order_of_their_blocks(order: QueueOrder, expected: list[str]) -> None:
     queue = queue_of("a5", "b3", "c1", order=order)
-    assert [begin(queue).item for _ in expected] == expected
-    assert queue.first is None
+    assert [queue.begin_to_read().item for _ in expected] == expected
+    assert queue.first_to_read is None
 
 
-def test_only_a_resident_chunk_begins_without_a_slot() -> None:
-    queue = queue_of("r0", "a5")
-    assert begin(queue, has_slot=False).is_resident
-    assert queue.begin(has_slot=False) is None
-    assert queue.first is not None
-    assert not begin(queue).is_resident
+@pytest.mark.parametrize(
+    ("order", "expected"), [(QueueOrder.PRIORITY, ["r1", "r3", "r5"]), (QueueOrder.FIFO, ["r5", "r3", "r1"])]
+)
+def test_resident_chunks_are_updated_in_the_order_of_their_blocks(order: QueueOrder, expected: list[str]) -> None:
+    queue = queue_of("r5", "r3", "r1", order=order)
+    assert queue.first_to_read is None
+    assert updates(queue, 3) == expected
+    assert not queue.has_update
 
 
-@pytest.mark.parametrize("urgent", ["a2", "r2"])
-def test_an_urgent_chunk_overtakes_during_the_wait_for_a_slot(urgent: str) -> None:
-    queue = queue_of("a5")
-    assert queue.begin(has_slot=False) is None
-    add(queue, urgent)
-    chunk = begin(queue)
-    assert (chunk.item, chunk.is_resident) == (urgent, urgent == "r2")
+def test_chunks_are_read_while_others_wait_for_their_update() -> None:
+    queue = queue_of("a1", "a2", "a3", "r0")
+    read(queue, 3)
+    assert queue.has_update
 
 
-def test_while_none_has_arrived_all_chunks_may_begin() -> None:
-    queue = queue_of("a1", "a2", "a3", "a4")
-    for _ in range(3):
-        begin(queue)
-    assert queue.may_begin
+@pytest.mark.parametrize(
+    ("order", "expected"), [(QueueOrder.PRIORITY, ["a1", "b1", "a2"]), (QueueOrder.FIFO, ["a2", "a1", "b1"])]
+)
+def test_of_the_chunks_that_were_read_the_most_urgent_one_is_updated_first(
+    order: QueueOrder, expected: list[str]
+) -> None:
+    queue = queue_of("a2", order=order)
+    add(queue, "a1", "b1")
+    chunks = {chunk.item: chunk for chunk in (queue.begin_to_read() for _ in range(3))}
+    for item in ("a2", "a1", "b1"):
+        queue.arrived(chunks[item])
+    assert updates(queue, 3) == expected
 
 
-def test_beside_an_arrived_chunk_one_more_may_begin() -> None:
-    queue = queue_of("a1", "a2", "a3", "a4")
-    for _ in range(2):
-        begin(queue)
-    queue.arrived()
-    assert not queue.may_begin
-    queue.updating()  # one is being updated, the other still arrives
-    assert not queue.may_begin
-    queue.arrived()
-    queue.updated()
-    assert not queue.may_begin  # the other has arrived and waits
-    queue.updating()
-    begin(queue)
-    assert not queue.may_begin
+def test_of_resident_and_read_chunks_the_more_urgent_one_is_updated_first() -> None:
+    queue = queue_of("r0", "a1", "r2")
+    read(queue, 1)
+    assert updates(queue, 3) == ["r0", "a1", "r2"]
 
 
-def test_after_all_updates_all_chunks_may_begin() -> None:
-    queue = queue_of("a1", "a2", "a3", "a4")
-    begin(queue)
-    queue.arrived()
-    queue.updating()
-    queue.updated()
-    for _ in range(3):
-        begin(queue)
+def test_while_more_than_half_of_the_slots_wait_every_third_update_is_that_of_a_resident_chunk() -> None:
+    """Without slots, the SSDs have nothing to read. But SSDs that are fast fill all slots again and again."""
+    queue = queue_of("r0", "r1", "a2", "b2", "c2", "d2", "e2", num_slots=4)
+    done: list[str] = []
+    read(queue, 4)
+    while queue.has_update:
+        done += updates(queue, 1)
+        if queue.first_to_read is not None and not done[-1].startswith("r"):
+            read(queue, 1)
+    assert done == ["r0", "a2", "b2", "r1", "c2", "d2", "e2"]
+
+
+def test_a_more_urgent_resident_chunk_does_not_wait_while_half_of_the_slots_do() -> None:
+    queue = queue_of("r0", "r1", "a2", "b2", num_slots=4)
+    read(queue, 2)
+    assert updates(queue, 4) == ["r0", "r1", "a2", "b2"]
+
+
+def test_resident_and_read_chunks_are_in_one_order_of_arrival() -> None:
+    queue = queue_of("r5", "a3", "r1", order=QueueOrder.FIFO)
+    read(queue, 1)
+    assert updates(queue, 3) == ["r5", "a3", "r1"]
 
 
 def test_a_block_is_done_with_its_last_chunk() -> None:
     queue = queue_of()
     add(queue, "a1", "b1")
     add(queue, "a2")
-    first, second, other = (begin(queue) for _ in range(3))
+    first, second, other = (queue.begin_to_read() for _ in range(3))
     assert not queue.chunk_done(first)
     assert queue.chunk_done(other)
     assert queue.chunk_done(second)
@@ -123,37 +136,30 @@ def test_every_chunk_is_updated_once_and_every_block_done_once(data: st.DataObje
     """With any number of slots, whatever arrives or is written first."""
     blocks = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     names = [[data.draw(st.sampled_from("ar")) + str(block) for _ in range(n)] for block, n in enumerate(blocks)]
-    queue, num_slots = queue_of(), data.draw(st.integers(1, 3))
+    num_slots = data.draw(st.integers(1, 3))
+    queue = queue_of(num_slots=num_slots)
     to_add = list(enumerate(names))
-    reading, ready, writing, done = ([] for _ in range(4))  # type: ignore[var-annotated]
+    reading, writing, done = ([] for _ in range(3))  # type: ignore[var-annotated]
     num_updated = 0
-    while to_add or queue.first or reading or ready or writing:
-        events = [name for name, possible in (("add", to_add), ("arrive", reading), ("write", writing)) if possible]
-        if queue.may_begin and queue.first is not None and (queue.first.is_resident or num_slots):
-            events.append("begin")
-        if ready:
-            events.append("update")
-        match data.draw(st.sampled_from(events)):
+    while to_add or queue.first_to_read or queue.has_update or reading or writing:
+        possible = {
+            "add": to_add,
+            "read": queue.first_to_read is not None and num_slots,
+            "arrive": reading,
+            "update": queue.has_update,
+            "write": writing,
+        }
+        match data.draw(st.sampled_from([name for name, is_possible in possible.items() if is_possible])):
             case "add":
                 block, items = to_add.pop(0)
                 queue.add(STEP, BlockIndex(block), items)
-            case "begin":
-                chunk = queue.begin(has_slot=False)
-                if chunk is None:
-                    num_slots, chunk = num_slots - 1, queue.begin(has_slot=True)
-                    assert chunk is not None
-                if chunk.is_resident:
-                    queue.arrived()
-                    ready.append(chunk)
-                else:
-                    reading.append(chunk)
+            case "read":
+                num_slots -= 1
+                reading.append(queue.begin_to_read())
             case "arrive":
-                ready.append(reading.pop(data.draw(st.integers(0, len(reading) - 1))))
-                queue.arrived()
+                queue.arrived(reading.pop(data.draw(st.integers(0, len(reading) - 1))))
             case "update":
-                chunk = ready.pop(0)
-                queue.updating()
-                queue.updated()
+                chunk = queue.begin_update()
                 num_updated += 1
                 if not chunk.is_resident:
                     writing.append(chunk)

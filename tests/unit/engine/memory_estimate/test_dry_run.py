@@ -16,7 +16,7 @@ from tests.support.engine.odd_models import odd_config
 from tests.unit.engine.activations.test_parity import POLICIES, everywhere
 from windlass.engine.activations.store import SwapHandle
 from windlass.engine.device.dtypes import TORCH_DTYPE
-from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError, DryRun
+from windlass.engine.memory_estimate.dry_run import DeviceNeedUnknownError, DryRun, unknown_where
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32
@@ -341,3 +341,10 @@ def test_a_kernel_of_the_models_own_is_not_started() -> None:
     rehearsal = DryRun(partition, {}, grad_dtype=torch.float32, is_summed=False)
     with pytest.raises(DeviceNeedUnknownError, match=r"block 1 needs is not known .* Cannot access data pointer"):
         rehearsal.units(2, 16)
+
+
+def test_lack_of_memory_is_no_property_of_a_block() -> None:
+    with pytest.raises(MemoryError), unknown_where(1):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match=r"^can't allocate memory$"), unknown_where(1):
+        raise RuntimeError("can't allocate memory")

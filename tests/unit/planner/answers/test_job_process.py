@@ -1,5 +1,6 @@
 """Plans made by a separate process: files in, files out."""
 
+import errno
 import gc
 import json
 import sys
@@ -15,9 +16,11 @@ from transformers import PretrainedConfig
 from tests.support.engine.architectures import ARCHITECTURES
 from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.actors.timeline.span_files import SIMULATED_FOLDER, held_steps, load_step
+from windlass.engine.memory_estimate.model_facts import DeviceNeedUnknownError
 from windlass.engine.training_config.training_config import TrainingConfig
-from windlass.planner.answers import job_process
+from windlass.planner.answers import job_process, measure_process
 from windlass.planner.hardware.hardware import Hardware, example_machines
+from windlass.planner.hardware.model_shape import published_models
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.question.job_plan import JobPlan
@@ -44,6 +47,14 @@ def plan(tmp_path: Path, config: PretrainedConfig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", arguments)
     job_process.main()
     return json.loads((tmp_path / "result.json").read_text())
+
+
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the process that measures for the last question."""
+    arguments = ["measure", "--question", str(tmp_path / "question.json"), "--result", str(tmp_path / "measured.json")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    measure_process.main()
+    return json.loads((tmp_path / "measured.json").read_text())
 
 
 def config_of(name: str) -> Any:
@@ -82,6 +93,74 @@ def test_programs_of_a_question_are_forgotten_with_its_answer(tmp_path: Path, mo
         assert len(made) > num_made
         gc.collect()
         assert not any(each() for each in made)
+
+
+def this_machine(tmp_path: Path) -> dict[str, Any]:
+    """Returns the fields of a request for a CPU that this process measures, in a folder of their own."""
+    hardware = load(Hardware, example_machines()["rtx4090-server"]).model_dump()
+    hardware["gpus"]["count"] = 0
+    about = {"compute_threads": 1, "is_alone": True, "kept_times_dir": str(tmp_path / "kept")}
+    return {"hardware": hardware, "chooses_microbatches": True, **about}
+
+
+def test_times_that_another_process_measures_are_told_as_lacking_after_an_estimate_by_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    asked = {**this_machine(tmp_path), "tells_estimate": True}
+    estimate, progress = tmp_path / "result.estimate", tmp_path / "measured.progress"
+    assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True) == {
+        "ok": True,
+        "lacks_times": True,
+    }
+    told = JobPlan.from_json(json.loads(estimate.read_text()))
+    assert told is not None
+    assert (told.to_be_measured, told.report.times_from) == (True, "rates")
+    assert measured == []
+
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2}
+    last = {"message": "measuring the model's blocks with 1 example of 16 tokens", "done": 1, "total": 2}
+    assert json.loads(progress.read_text()) == last
+    estimate.unlink()
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    assert found["plan"]["times_from"] == "blocks"
+    told = JobPlan.from_json(json.loads(estimate.read_text()))
+    assert told is not None
+    assert (told.to_be_measured, told.report.times_from) == (False, "blocks")
+    assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, may_measure=False) == found
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 0}
+    assert len(measured) == 2
+
+
+def test_times_of_a_published_shape_are_measured_apart_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    asked = {**this_machine(tmp_path), "model_dir": str(published_models()["qwen2.5-0.5b"]), "batch_size": 1}
+    assert "lacks_times" in plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 1}
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    assert found["plan"]["times_from"] == "blocks"
+    assert len(measured) == 1
+
+
+def test_times_of_changes_are_measured_with_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    asked = this_machine(tmp_path)
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    measure(tmp_path, monkeypatch)
+    asked["what_if"] = True
+    assert "lacks_times" in plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2}, "those of a batch twice as large"
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
+    assert {row["key"] for row in found["plan"]["what_if"]} == {"ssds", "ram", "batch", "box"}
+    assert [(model.num_examples, model.num_tokens) for model in measured] == [(2, 16), (1, 16), (4, 16), (2, 16)]
+
+
+def test_a_job_that_does_not_fit_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    asked = {**this_machine(tmp_path), "device_memory_nbytes": 1024}
+    for more in ({"measures_apart": True}, {}):
+        assert not plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, **more)["plan"]["feasible"]
+    assert measured == []
 
 
 @pytest.mark.long
@@ -131,12 +210,62 @@ def test_job_that_does_not_fit_gets_an_answer_without_error(tmp_path: Path, monk
 def test_a_model_that_cannot_be_gone_through_by_shapes_gets_no_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("shapes follow from the data")
-
-    monkeypatch.setattr(plan_job, "answer", refuse)
+    raising(monkeypatch, DeviceNeedUnknownError("shapes follow from the data"))
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
-    assert found == {"ok": True, "warnings": ["no plan was made: RuntimeError: shapes follow from the data"]}
+    assert found == {"ok": True, "warnings": ["no plan was made: shapes follow from the data"]}
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def answer(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(plan_job, "answer", answer)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ValueError("max() arg is an empty sequence"), "error"),
+        (RuntimeError("can't do this"), "error"),
+        (FileNotFoundError("a file of ours"), "error"),
+        (MemoryError(), "memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "memory"),
+    ],
+)
+def test_an_error_that_the_request_did_not_cause_is_no_refusal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    failure: str,
+) -> None:
+    raising(monkeypatch, error)
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch)
+    told = f"no plan was made: {type(error).__name__}: {error}"
+    assert found == {"ok": True, "warnings": [told], "failure": failure}
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model_type": "no-such"},
+        {"model_type": ["llama"]},
+        {"model_type": "t5"},
+        {"model_type": "llama", "vocab_size": 0},
+        {"model_type": "qwen2", "hidden_size": -3},
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, model_dir=str(folder))
+    assert found["error"]["code"] == "invalid_model", found
+    assert found["error"]["param"] == "model"
 
 
 def test_model_path_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

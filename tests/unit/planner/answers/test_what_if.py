@@ -7,6 +7,7 @@ import pytest
 
 from windlass.amounts import GIB
 from windlass.engine.training_config.training_config import TrainingConfig
+from windlass.planner.answers import what_if
 from windlass.planner.answers.what_if import changes_of, with_what_if
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware
@@ -14,6 +15,7 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.planning.planner import Planned, answer
 from windlass.planner.profiling.model_profiler import config_of_shape
+from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
 
@@ -54,6 +56,33 @@ def test_an_answer_is_the_plan_of_such_a_machine() -> None:
     assert rates == sorted(rates, reverse=True)
     assert rows["ssds"].gain > 0
     assert rows["box"].change == "a second such box, over 10 Gbit/s"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ValueError("empty"), "a defect of the planner (ValueError: empty)"), (MemoryError(), "got no more memory")],
+)
+def test_a_change_that_cannot_be_planned_says_so_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(question: PlanQuestion, _: Profiles) -> Planned:
+        if question.training.batch_size == 8:
+            raise error
+        return Planned(report=PlanReport(feasible=True, reasons=(), step_s=2.0, tokens_per_s=5.0))
+
+    def fail_over_boxes(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(what_if, "plan_without_advice", fail)
+    monkeypatch.setattr(what_if, "best_plans", fail_over_boxes)
+    planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0))
+    report = with_what_if(question(small_desktop()), planned).report
+    assert replace(report, what_if=None) == planned.report
+    rows = {row.key: row for row in report.what_if or ()}
+    assert (rows["ssds"].gain, rows["ssds"].problem) == (-0.5, None)
+    for key in ("batch", "box"):
+        assert (rows[key].feasible, rows[key].step_s, rows[key].gain) == (False, None, None)
+        assert told in (rows[key].problem or "")
 
 
 def test_a_job_that_does_not_fit_is_told_with_what_it_would() -> None:
@@ -104,3 +133,19 @@ def test_a_cpu_has_no_faster_card() -> None:
     changes = list(changes_of(asked))
     assert [change.key for change in changes] == ["ssds", "ram", "batch"]
     assert all(change.question.pace is asked.pace for change in changes), "rows of one answer can be compared"
+
+
+def test_a_shared_limit_of_ssds_stays_and_is_told() -> None:
+    asked = question(machine_of("rtx4090-server"))
+    (change,) = [change for change in changes_of(asked) if change.key == "ssds"]
+    assert change.question.hardware.ssds.combined_gb_per_s == asked.hardware.ssds.combined_gb_per_s == 32
+    assert change.words == "one more SSD, 13 in all (together at most 32 GB/s, as now)"
+
+
+def test_each_planned_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "_answer", lambda change, profiles, now: what_if._row(change.key, "", 1.0, 1.0, now))
+    monkeypatch.setattr(what_if, "_with_second_box", lambda *_: what_if._row("box", "", None, None, None))
+    told: list[tuple[int, int]] = []
+    planned = Planned(report=PlanReport(feasible=False, reasons=()))
+    with_what_if(question(small_desktop()), planned, tell=lambda number, total: told.append((number, total)))
+    assert told == [(number, 6) for number in range(6)]

@@ -6,10 +6,11 @@ from windlass.planner.hardware.hardware import Gpus, Hardware, example_machines,
 from windlass.planner.hardware.named_machines import (
     UnknownMachineError,
     desktops,
+    limit_in_words,
     machine_of,
     with_faster_card,
+    with_more_ssds,
     with_one_more_gpu,
-    with_one_more_ssd,
 )
 from windlass.planner.hardware.yaml_files import load
 
@@ -31,6 +32,15 @@ def test_every_desktop_is_a_usual_machine() -> None:
         assert unusual(machine) == [], name
         assert machine.host.adam_params_per_s * UPDATE_NBYTES <= machine.host.memory_gb_per_s * 1e9, name
         assert load(Hardware, example_machines()["rtx4090-server"]) != machine
+
+
+def test_every_named_machine_leaves_memory_to_the_system() -> None:
+    """A measured machine's profile has what is free, so these have not all of their memory, either."""
+    tera = 931
+    installed = {"rtx4090-server": 768, "a100-40g-server": tera, "memascend-1": tera, "memascend-2": tera}
+    assert installed.keys() == example_machines().keys()
+    installed |= {f"rtx3090:ram={ram}": ram for ram in (64, 128, 256)}
+    assert {name: machine_of(name).host.memory_gib + 4 for name in installed} == installed
 
 
 def test_a_name_says_the_sizes_in_any_order() -> None:
@@ -88,7 +98,7 @@ def test_a_faster_card_is_the_next_one_or_twice_as_fast() -> None:
 
 def test_one_more_part_of_a_desktop_is_its_next_size() -> None:
     machine = machine_of("rtx5090:ram=128,ssds=3")
-    assert with_one_more_ssd(machine) == machine_of("rtx5090:ram=128,ssds=4")
+    assert with_more_ssds(machine, 1) == machine_of("rtx5090:ram=128,ssds=4")
     assert with_one_more_gpu(machine) == machine_of("rtx5090:gpus=2,ram=128,ssds=3")
     assert with_one_more_gpu(with_one_more_gpu(machine)) == machine_of("rtx5090:gpus=4,ram=128,ssds=3")
 
@@ -98,7 +108,13 @@ def test_one_more_part_of_another_machine_is_like_the_others() -> None:
     assert with_one_more_gpu(machine).pcie == machine.pcie
     assert with_one_more_gpu(machine).gpus.count == 2
     # 32 GB/s together are far below what the SSDs could do, so something else limits them.
-    assert with_one_more_ssd(machine).ssds == machine.ssds.model_copy(update={"count": 13})
+    more = with_more_ssds(machine, 12).ssds
+    assert more == machine.ssds.model_copy(update={"count": 24})
+    assert limit_in_words(machine.ssds, more) == " (together at most 32 GB/s, as now)"
     own = machine.ssds.model_copy(update={"count": 2, "read_gb_per_s": 7.0, "combined_gb_per_s": 13.0})
-    more = with_one_more_ssd(machine.model_copy(update={"ssds": own})).ssds
+    more = with_more_ssds(machine.model_copy(update={"ssds": own}), 1).ssds
     assert (more.count, more.combined_gb_per_s) == (3, 19.5)
+    assert limit_in_words(own, more) == ""
+    # A single SSD shares its limit with none.
+    one = own.model_copy(update={"count": 1, "combined_gb_per_s": 4.0})
+    assert with_more_ssds(machine.model_copy(update={"ssds": one}), 1).ssds.combined_gb_per_s == 8.0

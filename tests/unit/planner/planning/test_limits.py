@@ -106,7 +106,7 @@ def test_no_more_memory_than_is_worth_it() -> None:
     found = find(question(), Goal.SMALLEST_RAM)
     assert found.planned is not None
     assert found.planned.report.peak_gib is not None
-    assert found.planned.report.peak_gib["host"] <= found.number < 768
+    assert found.planned.report.peak_gib["host"] <= found.number < 764
     _, best = best_plan(question(), Profiles(question()))
     with_little = question(machine(host=found.number))
     _, enough = best_plan(with_little, Profiles(with_little))

@@ -22,7 +22,6 @@ from windlass.engine.memory_plan.device_moments import Pass
 from windlass.engine.memory_plan.example_lengths import ExampleLengths
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.model.partition import Partition, build_meta_model, load_config
-from windlass.planner.cost.model_profile import ModelProfile
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.feasibility.remedies import _smaller
 from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
@@ -36,6 +35,7 @@ from windlass.planner.question.plan_request import PlanRequest
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import ExampleTokens, PlanReport
+from windlass.planner.question.times_of_blocks import TimesNeed
 from windlass.storage.ids import Formats, Precision, StatePrecision
 
 SMALL = ModelShape(num_layers=2, hidden_size=256, num_heads=4, vocab_size=1000, num_kv_heads=4)
@@ -100,11 +100,11 @@ def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
 def test_blocks_are_measured_at_a_width_near_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, int]] = []
 
-    def note(_: object, profile: ModelProfile, num_microbatches: int) -> None:
-        assert num_microbatches == 2
-        shapes.append((profile.num_examples, profile.num_tokens))
+    def note(_: object, need: TimesNeed) -> None:
+        assert need.num_microbatches == 2
+        shapes.append((need.profile.num_examples, need.profile.num_tokens))
 
-    monkeypatch.setattr(Profiles, "_times", note)
+    monkeypatch.setattr(Profiles, "_times_for", note)
     asked = short(lengths=ExampleLengths(longest=512, mean=101.0, mean_square=20_000.0))
     profiles = Profiles(asked)
     job = profiles.job(asked, 2)

@@ -10,7 +10,7 @@ from tests.support.engine.architectures import ARCHITECTURES
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.slices import slice_sizes
 from windlass.planner.profiling import measure_model
-from windlass.planner.profiling.block_times import with_times
+from windlass.planner.profiling.block_times import LARGEST_ERROR, with_times
 from windlass.planner.profiling.measure_model import measure_blocks
 from windlass.planner.profiling.model_profiler import profile_config
 from windlass.storage.ids import BlockIndex, Precision
@@ -69,12 +69,51 @@ def test_one_time_work_of_the_first_round_does_not_count(monkeypatch: pytest.Mon
     assert max(times.forward_s for times in measured.times.values()) < 100
 
 
-def test_slow_block_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowPasses:
+    """Stands in for the clock and the passes of a bench, which take the given seconds in turn; the last ones remain."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds, self.taken_s = list(seconds), list[float]()
+
+    def perf_counter(self) -> float:
+        return sum(self.taken_s)
+
+    def next(self, bench: measure_model.BlockBench, choices: Any) -> Any:
+        pass_s = self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+        self.taken_s.append(pass_s)
+        return dict.fromkeys([0, *choices, bench._partition.head], (pass_s, pass_s))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_passes", "is_disturbed"),
+    [
+        ([3.0], 9, False),  # a pass, and two rounds with four choices, which agree
+        ([3.0] * 5 + [1.2], 13, False),  # a third round, because the first was disturbed
+        ([3.0] * 5 + [2.0] * 4 + [1.2], 13, True),  # the second one, too
+        ([21.0], 2, False),
+        ([63.0, 25.0], 2, True),
+        ([241.0], 1, True),  # a second one would take too long
+    ],
+)
+def test_slow_passes_are_measured_twice_to_know_their_error(
+    seconds: list[float], num_passes: int, is_disturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine is slow. So one round alone was stored for good, with no error."""
+    slow = SlowPasses(*seconds)
+    monkeypatch.setattr(measure_model, "time", slow)
+    monkeypatch.setattr(measure_model.BlockBench, "_pass", lambda bench, choices: slow.next(bench, choices))
+    config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
+    assert len(slow.taken_s) == num_passes
+    assert (measured.standard_error > LARGEST_ERROR) == is_disturbed
+
+
+def test_slow_block_is_measured_with_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_model, "_LONG_S", 0.0)
     config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
-    assert measured.standard_error == 0
     timed = with_times(profile, measured.times)
     assert all(layer.forward_s and layer.again is None for layer in timed.layers)
 
@@ -86,7 +125,7 @@ def test_slow_block_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_are_summed_and_converted_as_in_a_job(
     tied: bool, slice_tokens: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
+    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # two passes
     monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", slice_tokens)
     monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", slice_tokens)
     config = ARCHITECTURES["Qwen2"].config(tied=tied, dropout=0.0)
@@ -113,7 +152,7 @@ def test_gradients_are_summed_and_converted_as_in_a_job(
 
 @pytest.mark.long
 def test_norms_of_several_lanes_are_measured_apart_from_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # one pass
+    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # two passes
     config = ARCHITECTURES["Llama"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     norm, norms = measure_model.squared_norm, measure_model.portable_squared_norms

@@ -48,6 +48,23 @@ class Measuring:
         return sorted(self._folder.iterdir())
 
 
+class Clock:
+    """Stands in for the time of day."""
+
+    def __init__(self) -> None:
+        self.now_s = 1e9
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(kept_times, "time", made)
+    return made
+
+
 @pytest.fixture
 def measuring(tmp_path: Path) -> Measuring:
     return Measuring(tmp_path)
@@ -95,19 +112,31 @@ def test_model_in_another_folder_uses_the_same_measurement(measuring: Measuring)
     assert [measuring.number(), measuring.number(config=moved)] == [1, 1]
 
 
-def test_times_measured_beside_a_job_are_not_kept_and_kept_times_are_used(measuring: Measuring) -> None:
-    assert [measuring.number(is_alone=False), measuring.number(is_alone=False)] == [1, 2]
+def test_times_measured_beside_a_job_hold_for_minutes_and_for_plans_beside_a_job(
+    clock: Clock, measuring: Measuring
+) -> None:
+    assert [measuring.number(is_alone=False), measuring.number(is_alone=False)] == [1, 1]
+    clock.now_s += kept_times._DISTURBED_HOLD_S
+    assert measuring.number(is_alone=False) == 2
     assert [measuring.number(), measuring.number(is_alone=False)] == [3, 3]
+    clock.now_s += 1e6
+    assert measuring.number() == 3
 
 
-def test_imprecise_times_are_not_kept(measuring: Measuring) -> None:
+def test_imprecise_times_hold_for_minutes(clock: Clock, measuring: Measuring) -> None:
+    """The same question asked again would else be measured again, and would have another answer."""
     measuring.standard_error = 0.2
-    assert [measuring.number(), measuring.number()] == [1, 2]
+    assert [measuring.number(), measuring.number()] == [1, 1]
+    clock.now_s -= 1e6  # the clock was set back
+    assert measuring.number() == 2
+    clock.now_s += kept_times._DISTURBED_HOLD_S
     measuring.standard_error = 0.05
-    assert [measuring.number(), measuring.number()] == [3, 3]
+    assert measuring.number() == 3
+    clock.now_s += 1e6
+    assert measuring.number() == 3
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"0": {"forward_s": 1}}', '{"x": 3}'])
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"0": {"forward_s": 1}}', '{"x": 3}', '{"disturbed": 3}'])
 def test_a_damaged_file_is_measured_again(measuring: Measuring, damaged: str) -> None:
     assert measuring.number() == 1
     (file,) = measuring.files()

@@ -32,9 +32,14 @@ def solutions(
     clip_norm: float | None,
     num_layers: int,
     machine: str,
-    sequence_length: int = 512,
+    *,
+    streams_grads: bool = True,
+    spills: bool = False,
 ) -> list[tuple[Solution, Profiles]]:
-    """The best plan with gradients in pieces, with each group size, without a cut and with each one."""
+    """The best plan with each group size and a single buffer for gradients, without a cut and with each one.
+
+    `streams_grads`: gradients leave in pieces. `spills`: kept gradients may go to the SSDs.
+    """
     shape = load(ModelShape, published_models()[model]).model_copy(update={"num_layers": num_layers})
     training = TrainingConfig(batch_size=8, sequence_length=NUM_TOKENS, clip_norm=clip_norm, total_steps=1)
     question = PlanQuestion(
@@ -46,7 +51,8 @@ def solutions(
     )
     profiles = Profiles(question)
     job = profiles.job(question, num_microbatches)
-    bases = [base for base in bases_of(job, question.speeds, question.limits) if base.streams_grads and not base.spills]
+    bases = [base for base in bases_of(job, question.speeds, question.limits) if base.num_grad_buffers == 1]
+    bases = [base for base in bases if base.streams_grads is streams_grads and base.spills is spills]
     cut = [each for base in bases for each in (base, *cut_bases_of(base))]
     found = []
     for base in cut:
@@ -74,6 +80,51 @@ def test_cut_plans_move_the_planned_bytes_and_take_no_less_than_the_bound(
 ) -> None:
     found = solutions("llama-3.1-8b", num_microbatches, clip_norm, 4, "rtx4090:ram=64")
     assert {solution.costs.streams_ends for solution, _ in found} == {False, True}
+    for solution, profiles in found:
+        check(solution, profiles)
+
+
+def test_gradients_for_which_memory_is_left_do_not_spill_and_are_not_counted_so() -> None:
+    plans = [plan for plan, _ in solutions("llama-3.1-8b", 2, 1.0, 4, "rtx4090:ram=64", spills=True)]
+    assert {plan.plan.spilled_blocks for plan in plans} == {()}
+    for plan in plans:
+        costs = plan.costs
+        read_and_written_s = costs.job.model.numel * (
+            costs.job.read_itemsize / costs.speeds.read_bytes + costs.job.state_itemsize / costs.speeds.write_bytes
+        )
+        assert plan.seconds[Part.SSD_UPDATE] <= (1 + NEAR) * read_and_written_s, "no gradients"
+        assert plan.cost >= plan.step_s
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_plans_with_a_single_buffer_for_whole_gradients_take_no_less_than_the_bound(
+    num_microbatches: int, clip_norm: float | None
+) -> None:
+    """Compute does not wait for the buffer where layers have states on the device, or there are several groups."""
+    found = solutions("llama-3.1-8b", num_microbatches, clip_norm, 32, "rtx4090-server", streams_grads=False)
+    waiting = {solution.costs._copies_beside_s is not None for solution, _ in found}
+    assert waiting == ({True} if num_microbatches == 1 else {True, False})
+    for solution, profiles in found:
+        step_s = simulate_planned(solution, profiles.layout, num_cores=2).step_s
+        assert solution.step_s - solution.seconds[Part.SSD_FLUSH] <= (1 + NEAR_STEP) * step_s
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "num_layers", "machine"),
+    [
+        ("llama-3.1-8b", 4, "rtx4090:ram=64"),
+        ("llama-3.1-8b", 32, "rtx4090:ram=64"),
+        ("llama-3.1-70b", 16, "rtx4090:ram=128"),
+    ],
+)
+def test_cut_plans_whose_gradients_may_spill_take_no_less_than_the_bound(
+    model: str, num_layers: int, machine: str
+) -> None:
+    found = solutions(model, 2, 1.0, num_layers, machine, spills=True)
+    assert found
     for solution, profiles in found:
         check(solution, profiles)
 

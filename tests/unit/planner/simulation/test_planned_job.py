@@ -4,18 +4,24 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.planner.profiles import make_job, make_speeds
 from tests.unit.planner.planning.test_planner import SHAPE, machine, question
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.engine.model.layout import ModelLayout
+from windlass.planner.hardware import ModelShape, load, machine_of, published_models
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.planning.simulated_search import best_plan
+from windlass.planner.profiling import ShapeConfig
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
-from windlass.planner.solver.solution import Solution
+from windlass.planner.solver.placement_search import solve_job
+from windlass.planner.solver.planned_job import Limits
+from windlass.planner.solver.solution import Solution, solution_of
+from windlass.planner.solver.step_bounds import Part
 
 
 def simulated_step_s(solution: Solution, layout: ModelLayout) -> float:
@@ -113,26 +119,47 @@ def test_slow_host_memory_is_named_as_the_bound_and_slows_the_simulated_job() ->
 
 
 @pytest.mark.long
-def test_larger_slots_and_chunks_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarter_as_many_slots_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     solution, layout = planned(machine(gpus=4, host=4.2), config=config, batch_size=32, num_microbatches=2)
     assert solution.plan.num_ssd_activations > 0
+    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", 1 << 30)
     exact_s = simulated_step_s(solution, layout)
     assert exact_s >= 0.99 * solution.step_s
-    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", solution.plan.num_ssd_activations // 8)
-    assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.025)
+    num_slots = solution.plan.num_host_activations + solution.plan.num_ssd_activations
+    monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", num_slots // 5)  # each is four times as large
+    assert simulated_step_s(solution, layout) == pytest.approx(exact_s, rel=0.03)
 
 
 @pytest.mark.long
+@pytest.mark.short("2-128-None")
+@pytest.mark.parametrize(
+    ("num_ssds", "ram", "clip_norm"), [(2, 128, None), (2, 128, 1.0), (4, 64, None), (4, 64, 1.0), (1, 128, None)]
+)
+def test_fewer_chunks_on_one_merged_ssd_take_as_long_as_the_real_ones(
+    num_ssds: int, ram: int, clip_norm: float | None
+) -> None:
+    """States of some layers are in host memory, those of others on SSDs: what is in flight decides what waits."""
+    config = ShapeConfig(shape=load(ModelShape, published_models()["qwen2.5-14b"]), num_tokens=1024)
+    hardware = machine_of(f"rtx4090:gpus=1,ram={ram},ssds={num_ssds}")
+    solution, layout = planned(hardware, config=config, sequence_length=1024, clip_norm=clip_norm)
+    assert 0 < solution.plan.host_states.num_slots < sum(map(layout.num_chunks, range(len(layout.blocks))))
+    simulated_s = planned_job.simulated_step_s(solution, layout, num_cores=2)
+    real = planned_job.box_of_plan(solution, layout, num_cores=2, merges_ssds=False)
+    assert len(real.context.ssds) == num_ssds
+    assert real.context.layout.chunk_numel == solution.costs.job.model.chunk_numel
+    assert simulated_s == pytest.approx(planned_job.simulated_step_s_of_boxes([real]), rel=0.05)
+
+
 def test_in_larger_slots_tensors_of_a_layer_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes to one SSD. If they had different sizes, some SSDs could have all the large ones in turn."""
     config = config_of_shape(SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
     solution, layout = planned(machine(gpus=4, host=4.2), config=config, batch_size=32, num_microbatches=2)
     monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", 1 << 30)
-    usual = planned_job.box_of_plan(solution, layout, num_cores=2).work.swapped_nbytes
+    usual = planned_job.box_of_plan(solution, layout, num_cores=2, merges_ssds=False).work.swapped_nbytes
     assert any(len(set(tensors)) > 1 for tensors in usual.values())
     monkeypatch.setattr(planned_job, "_MAX_ACTIVATION_SLOTS", 20)
-    box = planned_job.box_of_plan(solution, layout, num_cores=2)
+    box = planned_job.box_of_plan(solution, layout, num_cores=2, merges_ssds=False)
     for block, tensors in box.work.swapped_nbytes.items():
         assert len(tensors) == len(usual[block])
         assert len(set(tensors)) == 1
@@ -143,5 +170,23 @@ def test_in_larger_slots_tensors_of_a_layer_are_alike(monkeypatch: pytest.Monkey
 def test_with_many_ssds_deeper_buffers_are_faster() -> None:
     solution, layout = planned(machine(host=6, gpus=6))
     assert solution.placement.depths.states > QueueDepths().states
-    shallow = replace(solution, placement=replace(solution.placement, depths=QueueDepths()))
+    depths = QueueDepths()
+    shallow = solution_of(replace(solution.costs, depths=depths), replace(solution.placement, depths=depths))
     assert simulated_step_s(solution, layout) < 0.8 * simulated_step_s(shallow, layout)
+
+
+@pytest.mark.parametrize(("num_slots", "share"), [(3, 2 * 0.87 / 12), (13, 0.87), (97, 1.0)])
+def test_ssds_that_are_simulated_as_one_are_slower_only_for_states_in_few_slots(num_slots: int, share: float) -> None:
+    limits = Limits(device_nbytes=1000 * 2**20, host_nbytes=1e10, ssd_nbytes=1e12)
+    solution = solve_job(make_job(12), make_speeds(num_ssds=12), limits)
+    plan = replace(solution.plan, states=(replace(solution.plan.states[0], num_slots=num_slots),))
+    solution = replace(solution, plan=plan)
+
+    def busy_share(update_s: float, forward_s: float, backward_s: float) -> float:
+        seconds = {Part.SSD_UPDATE: update_s, Part.SSD_FORWARD: forward_s, Part.SSD_BACKWARD: backward_s}
+        merged = planned_job._with_one_ssd(replace(solution, seconds=seconds)).costs.speeds
+        return merged.read_bytes / solution.costs.speeds.read_bytes
+
+    assert busy_share(5.0, 0.0, 0.0) == pytest.approx(share, rel=1e-3)
+    assert busy_share(0.0, 3.0, 4.0) == 1.0  # all states are in memory
+    assert busy_share(5.0, 3.0, 4.0) == pytest.approx(12 / (5 / share + 7), rel=1e-3)

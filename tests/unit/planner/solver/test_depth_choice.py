@@ -20,6 +20,12 @@ def test_depths_for_several_ssds_give_each_a_current_and_a_next_request() -> Non
     assert depths_for(12, num_optimizers=4, leaving_nbytes=0).states == 2 * 12 // 4 + 1
 
 
+def test_more_chunks_of_states_may_wait_for_their_update() -> None:
+    assert depths_for(2, num_optimizers=1, leaving_nbytes=0, spare_states=8).states == 8 * 2 + 1
+    tried = [each.states for each in depths_to_try(1, num_optimizers=1, leaving_nbytes=0)]
+    assert tried == [9, 5, 3, MIN_STATE_DEPTH]
+
+
 @pytest.mark.parametrize("num_ssds", [1, 2, 5, 12, 100])
 def test_depths_to_try_of_more_ssds_include_those_of_fewer(num_ssds: int) -> None:
     fewer, more = (

@@ -164,5 +164,5 @@ def test_memory_that_a_plan_leaves_free_goes_to_deeper_queues() -> None:
     job, speeds = make_job(12), make_speeds(num_ssds=4)
     limits = Limits(device_nbytes=1000 * MIB, host_nbytes=3000 * MIB, ssd_nbytes=1e6 * MIB)
     solution = solve_job(job, speeds, limits)
-    assert solution.placement.depths.states == 2 * 4 + 1
+    assert solution.placement.depths.states == 8 * 4 + 1
     assert solution.plan.arena_nbytes <= limits.host_nbytes

@@ -10,6 +10,7 @@ from windlass.engine.memory_plan.block_buffers import BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import param_buffers
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.planner.solver.family import bases_of
+from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.planned_job import TIER_INDEX, Limits
 from windlass.planner.solver.step_bounds import Part
 from windlass.planner.solver.step_cost import StateTier, StepCosts
@@ -104,6 +105,33 @@ def test_states_on_the_device_are_copied_out_for_a_commit_with_their_params() ->
     assert (costs.job.read_itemsize, costs.job.state_itemsize) == (12, 14)
     flushed_s = 14 * EMBEDDING_NUMEL / costs.commit_every / costs.speeds.d2h_bytes
     assert seconds[Part.D2H_BACKWARD] == pytest.approx(flushed_s)
+
+
+def test_compute_waits_for_copies_where_layers_have_a_single_buffer_for_gradients() -> None:
+    costs = replace(costs_of(group_size=4, is_tied=False, is_own_size=True), num_grad_buffers=1)
+    numels = [block.numel for block in costs.job.model.blocks]
+    # Those of embedding and head, and of the last layer.
+    beside_s = 4 * (numels[0] + numels[1] + numels[HEAD]) / costs.speeds.d2h_bytes
+    assert costs._copies_beside_s == pytest.approx(beside_s)
+    waiting = [
+        bound for bound in costs._bounds() if bound.weights[Part.BACKWARD] == bound.weights[Part.D2H_BACKWARD] == 1.0
+    ]
+    assert {bound.constant_s for bound in waiting} == {-costs._copies_beside_s}
+    others = (
+        replace(costs, group_size=2),  # sums return to a second one
+        replace(costs, num_grad_buffers=2),
+        replace(costs, has_resident_layers=True),
+        replace(costs, streams=True, streams_grads=True),
+    )
+    assert [each._copies_beside_s for each in others] == [None] * 4
+
+
+@pytest.mark.parametrize(("device_nbytes", "expected"), [(1e12, True), (60 * 2**20, False)])
+def test_solution_tells_whether_layers_have_states_on_the_device(device_nbytes: float, expected: bool) -> None:
+    limits = replace(PLENTY, device_nbytes=device_nbytes)
+    solution = solve_job(make_job(NUM_LAYERS, num_microbatches=1), make_speeds(optimizer_params=1e6), limits)
+    assert bool(set(solution.plan.device_blocks) - {0, HEAD}) is expected
+    assert solution.costs.has_resident_layers is expected
 
 
 @pytest.mark.parametrize("tier", [StateTier.DEVICE, StateTier.HOST])

@@ -14,7 +14,7 @@ from windlass.planner.feasibility.shortfall import least_gpu
 from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.simulation.planned_job import simulated_step_s
-from windlass.planner.stages import box_search
+from windlass.planner.stages import box_search, predicted
 from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, agree
 from windlass.planner.stages.box_search import (
     StagesError,
@@ -189,10 +189,14 @@ def test_first_kind_has_the_first_blocks_although_another_order_is_faster() -> N
     kinds = [kind_of(server(), 1, name="fast"), kind_of(slow, 1, name="slow")]
     plans = [over_all(*kinds), over_all(*reversed(kinds))]
     assert [[boxes.kind.name for boxes in plan.boxes] for plan in plans] == [["fast", "slow"], ["slow", "fast"]]
-    # Of plans that take nearly as long by the formula, that with the shortest simulated step is taken.
-    least_s, taken_s = min(plan.step_s for plan in plans), by_number(plans_over_boxes(kinds))[2].formula_step_s
-    assert taken_s is not None
-    assert (1 - 2e-3) * least_s <= taken_s <= 1.1 * least_s
+    # Of these, of plans near them and of plans with other rounds, that with the shortest simulated step is taken.
+    # By the formula it may take longer.
+    taken = by_number(plans_over_boxes(kinds))[2]
+    simulated_s = [predicted.simulated_step_s(plan) for plan in plans]
+    assert taken.is_simulated
+    assert taken.step_s <= min(step_s for step_s in simulated_s if step_s is not None)
+    assert taken.formula_step_s is not None
+    assert (1 - 2e-3) * min(plan.step_s for plan in plans) <= taken.formula_step_s
     assert plans[0].step_s != plans[1].step_s
 
 

@@ -59,6 +59,7 @@ WHOSE = {
     ("GET", f"{BOXES}/{{name}}"): Whose.NOBODYS,
     ("GET", "/v1/fine_tuning/machines"): Whose.NOBODYS,
     ("GET", "/v1/fine_tuning/machines/{machine}"): Whose.NOBODYS,
+    ("GET", "/v1/fine_tuning/shapes"): Whose.NOBODYS,
     ("GET", BOXES): Whose.LISTED,
     ("GET", "/v1/events/stream"): Whose.LISTED,
     ("GET", "/v1/files"): Whose.LISTED,

@@ -163,7 +163,7 @@ def services(
         # Requests to other servers, and started processes, are tested elsewhere.
         patch.setattr("windlass.service.api.routes.webhooks.send", lambda *_, **__: 204)
         plan = PlanReport(feasible=False, reasons=("it has no weights",))
-        patch.setattr("windlass.service.api.routes.plans._run", lambda *_: (plan, []))
+        patch.setattr("windlass.service.api.plan_run.PlanRun.poll", lambda _: plan)
         machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
         patch.setattr("windlass.service.api.routes.plans.measured_hardware", lambda _: machine)
         end_streams(patch)

@@ -21,7 +21,7 @@ from tests.support.service.api_client import make_model, serve, upload
 from tests.unit.service.api.test_schema import describe
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.question.report import PlanReport
-from windlass.service.api.routes import plans
+from windlass.service.api.plan_run import PlanRun
 from windlass.service.installation.settings import Settings
 
 # Rules between two fields, or between a field and the model: the error names the rule.
@@ -97,7 +97,7 @@ def test_thousands_of_jobs_that_the_description_allows_are_accepted(client: Test
 def test_a_plan_that_the_description_allows_is_accepted(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner itself is replaced: only the request counts."""
     plan = PlanReport(feasible=False, reasons=("it has no weights",))
-    monkeypatch.setattr(plans, "_run", lambda *_: (plan, []))
+    monkeypatch.setattr(PlanRun, "poll", lambda _: plan)
     machine = Hardware.model_validate(yaml.safe_load(example_machines()["rtx4090-server"].read_text()))
     told: Counter[str] = Counter()
     hardware = machine.model_dump(mode="json")
@@ -107,6 +107,9 @@ def test_a_plan_that_the_description_allows_is_accepted(client: TestClient, monk
     def ask(body: dict[str, Any]) -> None:
         hypothesis.assume(((body.get("windlass") or {}).get("seed") or 0) < 2**63)  # as above
         replaced = {"model": "tiny", "hardware": hardware, "stream": False}  # a stream has a planner of its own
+        # A plan is for one machine, and has one batch size.
+        replaced["batch_size"] = body.get("batch_size") or 4
+        replaced["windlass"] = (body.get("windlass") or {}) | {"batch_size": None, "box": None, "boxes": None}
         _check(client, "/v1/fine_tuning/plans", {**body, **replaced}, told)
 
     ask()

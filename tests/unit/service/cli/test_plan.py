@@ -3,19 +3,25 @@
 import json
 import re
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 import typer
+from rich.status import Status
 from transformers import LlamaConfig
 from typer.testing import CliRunner, Result
 
 from tests.support.planner.pretend_measurement import pretend_to_measure
+from windlass.planner.answers import what_if
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import limits
+from windlass.planner.question.choice_words import CHOICES_IN_WORDS
+from windlass.service.api.schemas.plans import CreatePlan
 from windlass.service.cli.errors import reported
-from windlass.service.cli.plan.command import plan
+from windlass.service.cli.plan.command import EXIT_DOES_NOT_FIT, _telling, plan
 from windlass.service.cli.plan.inputs import config_of, is_id
+from windlass.service.cli.plan.printing import _job_wear
 from windlass.service.installation.settings import HARDWARE_FILE, SETTINGS_FILE, load_settings
 from windlass.service.processes import shutdown
 from windlass.service.validation.hyperparameters import WindlassSettings
@@ -50,8 +56,128 @@ def shape(tmp_path: Path) -> Path:
 def test_a_plan_is_told_in_words(shape: Path, home: Path) -> None:
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
     assert result.exit_code == 0, result.output
-    for words in ("step", "tokens a second", "peak of gpu memory", "states_on_gpu", "layers", "a step is bound by"):
+    for words in ("step", "tokens a second", "peak of gpu memory", "busy: SSDs", "layers", "a step is bound by"):
         assert words in result.output
+    assert re.search(r"step +\S+ s; resources, and work that cannot overlap, take at least \S+ s\n", result.output)
+    lines = [re.split("  +", line) for line in result.output.splitlines()]
+    assert ["micro-batches", "1", "parts in which the batch of a step is computed"] in lines
+    assert "recomputed: computed again in the backward pass" in result.output
+    assert not any("_" in line[0].split()[0] for line in lines if len(line) > 1), "JSON's names are no words"
+
+
+def test_each_choice_of_a_plan_is_told_in_words(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090", *JOB, "--num-microbatches", "1")
+    found = json.loads(run(*job, "--json").output)
+    assert (found["num_steps"], found["job_s"], found["ssd_write_tb"]) == (None, None, None)
+    assert "epochs" not in found["job_settings"]
+    names = [name for name, value in found["choices"].items() if not isinstance(value, list)]
+    assert names == list(CHOICES_IN_WORDS)
+    text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text()
+    for name, words in CHOICES_IN_WORDS.items():
+        assert f"| `{name}` | {words.label} | {words.meaning} |\n" in text
+
+
+def test_plan_tells_the_time_of_a_whole_job_and_keeps_its_clip_norm(shape: Path, home: Path) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090", *JOB, "--num-microbatches", "1", "--clip-norm", "0.5")
+    found = json.loads(run(*job, "--num-examples", "1001", "--epochs", "2", "--json").output)
+    assert (found["num_steps"], found["job_s"]) == (502, 502 * found["step_s"])
+    assert found["ssd_write_tb"] == 502 * found["ssd_write_gb_per_step"] / 1000
+    assert (found["job_settings"]["epochs"], found["job_settings"]["clip_norm"]) == (2, 0.5)
+    told = run(*job, "--num-examples", "1001").output
+    assert " for 753 steps, without loading and evaluations" in told
+    assert " --set clip_norm=0.5\n" in told
+
+
+@pytest.mark.parametrize(
+    ("written_tb", "num_ssds", "rated_tb", "told"),
+    [
+        (None, 2, (600.0,), []),
+        (0.0125, 1, (), ["12.5 GB"]),
+        (2381.0, 2, (), ["2381 TB, 1190 TB to each of 2 SSDs"]),
+        (300.0, 1, (600.0,), ["300 TB, 50% of what it is rated for (ssd_endurance_tbw)"]),
+        (
+            300.0,
+            2,
+            (600.0, 600.0),
+            ["300 TB, 150 TB to each of 2 SSDs, 25% of what it is rated for (ssd_endurance_tbw)"],
+        ),
+        (
+            300.0,
+            2,
+            (600.0, 300.0),
+            ["300 TB, 150 TB to each of 2 SSDs, 50% or 25% of what it is rated for (ssd_endurance_tbw)"],
+        ),
+    ],
+)
+def test_wear_of_a_whole_job_is_told_for_each_ssd(
+    written_tb: float | None, num_ssds: int, rated_tb: tuple[float, ...], told: list[str]
+) -> None:
+    assert [words for _, words in _job_wear(written_tb, num_ssds, rated_tb)] == told
+
+
+def test_endurance_of_this_installation_counts_for_this_machine_only(shape: Path, home: Path) -> None:
+    home.mkdir()
+    machine = example_machines()["rtx4090-server"]
+    (home / HARDWARE_FILE).write_text(machine.read_text())
+    (home / SETTINGS_FILE).write_text("ssd_endurance_tbw = 600\n")
+    job = ("--model", str(shape), *JOB, "--num-microbatches", "1", "--num-examples", "1001")
+    here, there = (run(*job, "--hardware", name).output for name in ("measured", "rtx4090-server"))
+    assert re.search(
+        r"the whole job writes +\S+ [GT]B, \S+ [GT]B to each of 12 SSDs, \S+% of what it is rated for", here
+    )
+    assert "the whole job writes" in there
+    assert "rated for" not in there
+
+
+def test_limits_of_the_command_are_those_of_the_api() -> None:
+    options = {
+        name: get_args(hint)[1] for name, hint in get_type_hints(plan, include_extras=True).items() if get_args(hint)
+    }
+    ranges = {name: (option.min, option.max) for name, option in options.items()}
+    described = CreatePlan.model_json_schema()
+    of_body, of_settings = described["properties"], described["$defs"]["WindlassSettings"]["properties"]
+
+    def range_of(field: dict[str, Any]) -> tuple[int, int]:
+        (number,) = (each for each in field.get("anyOf", [field]) if each["type"] == "integer")
+        return number["minimum"], number["maximum"]
+
+    for name in ("batch_size", "num_examples", "num_validation_examples"):
+        assert ranges[name] == range_of(of_body[name]), name
+    for name, field in (("seq_len", "sequence_length"), ("epochs", "epochs")):
+        assert ranges[name] == range_of(of_settings[field]), name
+
+
+@pytest.mark.parametrize(("clip_norm", "code"), [("high", 2), ("0", 1)])
+def test_exit_code_tells_options_that_cannot_be_parsed_from_those_refused_later(
+    shape: Path, home: Path, clip_norm: str, code: int
+) -> None:
+    assert run("--model", str(shape), "--hardware", "rtx4090", *JOB, "--clip-norm", clip_norm).exit_code == code
+
+
+@pytest.mark.parametrize("option", ["--num-microbatches", "--lanes", "--gpus"])
+def test_plan_with_more_parts_than_a_request_may_have_is_refused(shape: Path, home: Path, option: str) -> None:
+    job = ("--model", str(shape), "--hardware", "rtx4090", "--batch-size", "9000", "--seq-len", "64")
+    result = run(*job, option, "5000")
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: {option}: ")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_of_what_if_is_shown_on_a_terminal(
+    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool
+) -> None:
+    def with_what_if(_question: object, planned: Any, *, tell: Any) -> Any:
+        tell(3, 6)
+        return planned
+
+    monkeypatch.setattr(what_if, "with_what_if", with_what_if)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run("--model", str(shape), "--hardware", "rtx4090", *JOB, "--num-microbatches", "1", "--what-if")
+    assert ("planning with one thing changed" in result.stderr) is is_terminal
+    assert result.stdout.startswith("step ")
 
 
 def test_a_plan_is_told_as_json(shape: Path, home: Path) -> None:
@@ -133,20 +259,34 @@ def test_order_of_updates_is_printed_only_where_a_job_could_get_another(shape: P
     assert "--set gradient_updates=kept\n" in run(*job, "--no-clip").output
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_blocks_are_measured_once_if_no_job_trains_here(
-    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
+def test_blocks_are_measured_once_and_again_if_no_job_trains_here_any_more(
+    shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told = list[str]()
+    monkeypatch.setattr(Status, "update", lambda _, text: told.append(text))
     measured = pretend_to_measure(monkeypatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda _number: None)
-    monkeypatch.setattr(shutdown, "is_box_free", lambda _settings: is_alone)
     home.mkdir()
     machine = example_machines()["rtx4090-server"].read_text()
     (home / HARDWARE_FILE).write_text(machine.replace("count: 1,", "count: 0,"))
-    for number in (1, 1 if is_alone else 2):
+    for is_alone, number in ((False, 1), (False, 1), (True, 2), (True, 2), (False, 2)):
+        monkeypatch.setattr(shutdown, "is_box_free", lambda _settings, is_alone=is_alone: is_alone)
+        num_before = len(measured)
+        told.clear()
         result = run("--model", str(shape), *JOB, "--num-microbatches", "1", "--hardware", "measured")
         assert result.exit_code == 0, result.output
         assert len(measured) == number
+        if number > num_before:
+            by_rates, measuring, by_blocks = told
+            assert re.fullmatch(r"planning: about \S+ s a step by the machine's rates", by_rates)
+            assert re.fullmatch(r"about .*; measuring the model's blocks with 4 examples .* \(1 of 1\)", measuring)
+            assert re.fullmatch(r"planning: at least \S+ s a step", by_blocks)
+
+
+def test_measurement_before_which_nothing_was_estimated_is_told_with_what_goes_on() -> None:
+    told = list[str]()
+    _telling(told.append).see_measurement("blocks", 0, 2)
+    assert told == ["planning; measuring blocks (1 of 2)"]
 
 
 def test_only_a_model_of_the_models_directory_can_be_submitted_by_its_name(home: Path, shape: Path) -> None:
@@ -219,13 +359,13 @@ def test_what_if_is_told_as_a_table(shape: Path, home: Path) -> None:
     assert rows[more_ssds][-1].endswith("%")
 
 
-def test_plan_that_does_not_fit_exits_with_2(shape: Path, home: Path, tmp_path: Path) -> None:
+def test_plan_that_does_not_fit_exits_with_a_code_of_its_own(shape: Path, home: Path, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.yaml"
     text = example_machines()["rtx4090-server"].read_text()
-    tiny.write_text(text.replace("memory_gib: 768", "memory_gib: 1.6"))
+    tiny.write_text(text.replace("memory_gib: 764", "memory_gib: 1.6"))
     shape.write_text(SHAPE.replace("256", "2048"))
     result = run("--model", str(shape), "--hardware", str(tiny), *JOB)
-    assert result.exit_code == 2
+    assert result.exit_code == EXIT_DOES_NOT_FIT == 3
     assert "it does not fit" in result.output
     assert "it fits with" in result.output
     least = (
@@ -308,6 +448,11 @@ def test_a_model_that_is_here_goes_before_the_published_one(home: Path) -> None:
         ),
         (("--model", "{shape}", "--hardware", "rtx4090", "--what-if", "--find", "fewest-ssds"), "--what-if: a search"),
         (("--model", "{short}", "--hardware", "rtx4090-server"), "--seq-len: 64: the model in"),
+        (
+            ("--model", "{shape}", "--hardware", "rtx4090", "--no-clip", "--clip-norm", "2"),
+            "--clip-norm: gradients are",
+        ),
+        (("--model", "{shape}", "--hardware", "rtx4090", "--clip-norm", "0"), "--clip-norm: "),
     ],
 )
 def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, shape: Path, home: Path) -> None:

@@ -80,6 +80,8 @@ def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
         (("--boxes", "attic,attic", "--network", "10"), "--boxes: attic,attic is neither"),
         (("--boxes", "head,attic", "--network", "10"), "--boxes: names say which machines they are"),
         (("--boxes", "2", "--network", "10", "--what-if"), "--what-if: it is about one box"),
+        (("--boxes", "2", "--network", "10", "--num-examples", "9"), "--num-examples: it is about one box"),
+        (("--boxes", "2", "--network", "10", "--epochs", "1"), "--epochs: it is about one box"),
         (("--boxes", "2", "--network", "10", "--find", "largest-batch"), "--find: it is about one box"),
     ],
 )
@@ -132,7 +134,7 @@ def test_boxes_that_have_joined_are_planned_by_name(shape: str, tmp_path: Path, 
     assert "'measured' is this machine, and attic is a box of it" in " ".join(result.output.split())
 
 
-def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_path: Path) -> None:
+def test_a_job_that_fits_no_number_of_boxes_ends_with_a_code_of_its_own(shape: str, tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     small.write_text(
         "gpus: {count: 1, memory_gib: 24, tflops: 100}\n"
@@ -142,7 +144,7 @@ def test_a_job_that_fits_no_number_of_boxes_ends_with_code_2(shape: str, tmp_pat
         "network_gb_per_s: 1\n"
     )
     result = run(shape, "--hardware", str(small), "--boxes", "2")
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == 3, result.output
     assert "it does not fit on any number of these boxes" in result.output
     for place in (1, 2):
         assert re.search(rf"with blocks \d to \d, box {small} {place} lacks .* of space on the SSDs", result.output)

@@ -1,5 +1,6 @@
 """Settings of a job reach its planner, which plans what its runner makes."""
 
+import re
 from dataclasses import fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.support.actors import specs
 from tests.support.service.prepared_jobs import (
     CONFIG,
+    MACHINE,
     request_of,
     spec_of,
     training_of,
@@ -29,7 +31,11 @@ from windlass.planner.question.plan_request import PlanRequest
 from windlass.planner.question.profiles import Profiles, planned_job
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver.planned_job import PlannedJob
+from windlass.service.api.schemas.plans import CreatePlan
+from windlass.service.installation.settings import Settings
+from windlass.service.jobs.hypothetical_plans import hypothetical_request
 from windlass.service.validation.hyperparameters import WindlassSettings
+from windlass.service.validation.request_errors import ApiError
 from windlass.storage.ids import Precision
 
 # Settings of a job, each with a value other than its default, that change its memory or the time of its steps.
@@ -181,6 +187,35 @@ def test_plan_reads_each_setting_or_it_is_named_as_one_that_changes_no_step(tmp_
     assert (facts != others) == (name in PLANNED)
 
 
+@pytest.mark.parametrize("name", sorted(WindlassSettings.model_fields.keys() - {"lora"}))
+def test_plan_over_http_uses_each_setting_or_refuses_it_or_docs_say_that_it_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    def request(**settings: Any) -> PlanRequest:
+        asked = windlass_settings(**settings)
+        return hypothetical_request(
+            Settings(home=tmp_path),
+            MACHINE,
+            None,
+            model_dir=tmp_path,
+            asked=asked,
+            batch_size=CreatePlan(model="tiny", windlass=asked).checked_batch_size(),
+            sequence_length=asked.sequence_length or 64,
+        )
+
+    plain = {"batch_size": 8}
+    changed = plain | _TOLD_OTHERWISE.get(name, {}) | {name: PLANNED.get(name, NOT_PLANNED.get(name, (None,))[0])}
+    if name in ("box", "boxes"):
+        with pytest.raises(ApiError, match=rf"^windlass\.{name}: is .*, but a plan"):
+            request(**changed)
+    elif name in PLANNED and name != "epochs":
+        assert request(**changed) != request(**plain)
+    else:  # epochs give the number of steps; without data they select no batches
+        text = (Path(__file__).parents[4] / "docs" / "planning.md").read_text()
+        (told,) = re.findall(r"^These settings change no plan: (.*?)\.$", text, re.DOTALL | re.MULTILINE)
+        assert f"`{name}`" in told
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainingConfig)])
 def test_each_field_of_a_training_config_reaches_the_runner_and_the_planner(tmp_path: Path, name: str) -> None:
     assert (name in CHANGES) != (name in NO_SETTING), f"{name}: a new field: name the setting that changes it"
@@ -230,7 +265,7 @@ def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
     chosen = {f"chooses_{name}" for name in ("microbatches", "cut", "order", "ranks")}
-    assert shared == {*numbers, *chosen, "hardware", "training"}
+    assert shared == {*numbers, *chosen, "hardware", "training", "measures_apart"}
     # Where the search for a number of micro-batches begins follows from the rest.
     least = replace(request.training, num_microbatches=question.least_microbatches)
     assert question.training == least != request.training

@@ -23,7 +23,16 @@ from windlass.service.preparation import pipeline as preparation
 from windlass.service.preparation import steps as preparation_steps
 from windlass.service.preparation.pipeline import Preparation, PreparationError, StepFailedError, preparation_of
 from windlass.service.preparation.sandbox.process import LimitedCommand, start_limited
-from windlass.service.preparation.steps import PreparationOrder, PreparationStep, Results, plan_step, step_server
+from windlass.service.preparation.steps import (
+    MEASURE_BLOCKS,
+    PLAN_JOB,
+    PreparationOrder,
+    PreparationStep,
+    Results,
+    plan_step,
+    plan_steps_apart,
+    step_server,
+)
 from windlass.storage.ids import Precision
 
 
@@ -243,18 +252,7 @@ def test_step_that_returns_an_error_does_not_run_its_alternative(tmp_path: Path)
 def test_the_planner_may_measure_and_need_not(
     tmp_path: Path, num_gpus: int, threads: int | None, *, may_measure: bool, is_alone: bool, measures: bool
 ) -> None:
-    machine = load(Hardware, example_machines()["rtx4090-server"])
-    asked = PlanRequest(
-        model_dir=tmp_path,
-        hardware=machine.model_copy(update={"gpus": machine.gpus.model_copy(update={"count": num_gpus})}),
-        training=TrainingConfig(batch_size=1, sequence_length=8, total_steps=1),
-        num_optimizers=1,
-        host_memory_nbytes=None,
-        device_memory_nbytes=None,
-        compute_threads=threads,
-        may_measure=may_measure,
-        is_alone=is_alone,
-    )
+    asked = _plan_request(tmp_path, num_gpus, threads, may_measure=may_measure, is_alone=is_alone)
     step = plan_step(tmp_path, asked)
     assert step.sees_gpus is (measures and num_gpus > 0)
     assert _asked(step) == asked
@@ -265,6 +263,55 @@ def test_the_planner_may_measure_and_need_not(
         assert "--measuring" not in step.instead.command
         assert _asked(step.instead) == dataclasses.replace(asked, may_measure=False)
         assert not step.instead.sees_gpus
+
+
+def _plan_request(
+    folder: Path, num_gpus: int, threads: int | None, *, may_measure: bool = True, is_alone: bool = True
+) -> PlanRequest:
+    machine = load(Hardware, example_machines()["rtx4090-server"])
+    return PlanRequest(
+        model_dir=folder,
+        hardware=machine.model_copy(update={"gpus": machine.gpus.model_copy(update={"count": num_gpus})}),
+        training=TrainingConfig(batch_size=1, sequence_length=8, total_steps=1),
+        num_optimizers=1,
+        host_memory_nbytes=None,
+        device_memory_nbytes=None,
+        compute_threads=threads,
+        may_measure=may_measure,
+        is_alone=is_alone,
+    )
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_plan_with_times_that_lack_is_made_again_after_their_measurement(tmp_path: Path, *, lacks: bool) -> None:
+    asked = _plan_request(tmp_path, 0, 4)
+    first, measure, plan = plan_steps_apart(tmp_path, asked)
+    assert isinstance(first, PreparationStep)
+    assert (_asked(first), first.instead) == (dataclasses.replace(asked, measures_apart=True), None)
+    assert not isinstance(measure, PreparationStep)
+    assert not isinstance(plan, PreparationStep)
+    results: Results = {PLAN_JOB: {"ok": True, "lacks_times": True} if lacks else {"ok": True, "plan": {}}}
+    step = measure(results)
+    if not lacks:
+        assert step is plan(results) is None
+        return
+    assert step is not None
+    assert (step.name, step.num_threads, _asked(step)) == (MEASURE_BLOCKS, 4, asked)
+    assert step.instead is not None, "a plan by rates, if the measurement fails"
+    unmeasured = dataclasses.replace(asked, may_measure=False)
+    assert (step.instead.name, _asked(step.instead)) == (PLAN_JOB, unmeasured)
+    assert plan(results) is None
+    last = plan({**results, MEASURE_BLOCKS: {"ok": True}})
+    assert last is not None
+    assert _asked(last) == unmeasured
+
+
+@pytest.mark.parametrize(("num_gpus", "threads"), [(1, None), (0, None)])
+def test_plan_for_another_machine_is_one_step(tmp_path: Path, num_gpus: int, threads: int | None) -> None:
+    asked = _plan_request(tmp_path, num_gpus, threads)
+    (step,) = plan_steps_apart(tmp_path, asked)
+    assert isinstance(step, PreparationStep)
+    assert _asked(step) == asked
 
 
 def _asked(step: PreparationStep) -> PlanRequest:

@@ -92,5 +92,5 @@ def test_sample_while_another_of_the_same_user_is_in_flight_is_refused(
         may_end.set()
         assert first.result().status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "webhook_test_in_progress")
-    assert "wait for its answer" in refused.json()["error"]["message"]
+    assert "another one is not done yet" in refused.json()["error"]["message"]
     assert client.post(url, json={"event_type": CANCELLED}).status_code == 200

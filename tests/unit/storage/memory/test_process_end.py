@@ -1,5 +1,6 @@
 """Descriptions of the end of a child process, for users."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from windlass.storage.memory.process_end import (
     describe_process_end,
     explain_process_end,
+    is_out_of_memory,
     last_line,
     reports_out_of_memory,
 )
@@ -56,7 +58,22 @@ def test_a_failed_allocation_is_found_in_the_last_line() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
     _, output = _end_of(f"{limit}; bytearray(2 << 30)")
     assert reports_out_of_memory(last_line(output))
+    assert reports_out_of_memory("OpenBLAS error: Memory allocation still failed after 10 retries, giving up.")
     assert not reports_out_of_memory("ValueError: MemoryErrors are rare")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (ValueError("empty"), False),
+        (OSError(errno.ENOENT, "no such file"), False),
+    ],
+)
+def test_error_of_a_failed_allocation_is_told_from_others(error: Exception, *, is_memory: bool) -> None:
+    assert is_out_of_memory(error) is is_memory
 
 
 def test_a_last_line_is_short_and_printable() -> None:

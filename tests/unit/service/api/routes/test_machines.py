@@ -5,6 +5,7 @@ import shutil
 from fastapi.testclient import TestClient
 
 from windlass.planner.hardware.hardware import example_machines
+from windlass.planner.hardware.model_shape import published_models
 from windlass.planner.hardware.named_machines import machine_of
 from windlass.service.installation.settings import HARDWARE_FILE, Settings
 
@@ -19,6 +20,16 @@ def test_lists_desktops_and_published_machines(client: TestClient) -> None:
     assert desktop["sizes"] == {"gpus": [1, 2, 4], "ram": [64, 128, 256], "ssds": [1, 2, 3, 4]}
     assert desktop["description"].startswith("1 x NVIDIA GeForce RTX 4090 (24 GiB), 60 GiB of host memory")
     assert machines["rtx4090-server"]["sizes"] is None
+
+
+def test_lists_the_shapes_that_plans_know(client: TestClient) -> None:
+    shapes = {each["id"]: each for each in client.get("/v1/fine_tuning/shapes").json()["data"]}
+    assert set(shapes) == set(published_models())
+    llama = shapes["llama-3.1-8b"]
+    assert (llama["num_params"], llama["max_sequence_length"]) == (8_030_261_248, 131_072)
+    assert llama["description"] == "8.03 billion parameters, 32 layers of 4096"
+    assert llama["shape"]["num_kv_heads"] == 8
+    assert shapes["ratel-13b"]["max_sequence_length"] is None
 
 
 def test_this_machine_comes_first_once_it_was_measured(client: TestClient, settings: Settings) -> None:

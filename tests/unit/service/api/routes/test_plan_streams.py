@@ -10,14 +10,15 @@ from typing import Any
 
 import anyio
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api.routes.test_plans import MACHINE, planning
 from windlass.planner.question.plan_request import abandoned_path
 from windlass.service.api import plan_run
-from windlass.service.api.middleware.rate_limit import BusyError, Turnstile
+from windlass.service.api.middleware.rate_limit import BusyError, RateLimits, Turnstile
 from windlass.service.api.plan_run import PlanRun
-from windlass.service.installation.settings import Settings
+from windlass.service.installation.settings import HARDWARE_FILE, Settings
 from windlass.service.preparation.sandbox.process import start_limited
 from windlass.service.preparation.steps import PLAN_JOB, PreparationStep
 from windlass.service.validation import ApiError
@@ -46,9 +47,12 @@ def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
 def test_an_estimate_comes_before_the_plan(planning: TestClient) -> None:
     answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
+    described = planning.get("/openapi.json").json()["paths"]["/v1/fine_tuning/plans"]["post"]["responses"]["200"]
+    assert described["content"].keys() == {"application/json", "text/event-stream"}
     (first, estimate), (last, plan) = events_of(answer.text)
     assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
     assert estimate["estimated"]
+    assert not estimate["to_be_measured"]
     assert "estimated" not in plan
     assert estimate["feasible"]
     assert 0 < estimate["step_s"] <= plan["step_s"]
@@ -125,7 +129,7 @@ def test_the_place_of_a_stream_whose_client_has_gone_is_free_again(
 def is_free(turnstile: Turnstile) -> bool:
     """Returns whether the user has no place."""
     try:
-        with turnstile.entered("", waits=False):
+        with turnstile.entered(None):
             return True
     except BusyError:
         return False
@@ -134,13 +138,15 @@ def is_free(turnstile: Turnstile) -> bool:
 def test_a_planner_whose_plan_nobody_awaits_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, it would have to learn again what it knows of the models."""
 
-    def step(folder: Path, _: object) -> PreparationStep:
+    def steps(folder: Path, _: object) -> list[PreparationStep]:
         result = folder / "result.json"
         command = (sys.executable, "-c", _WAITING, str(abandoned_path(result)))
-        return PreparationStep(name=PLAN_JOB, command=command, result_path=result, timeout_s=60)
+        return [PreparationStep(name=PLAN_JOB, command=command, result_path=result, timeout_s=60)]
 
-    monkeypatch.setattr(plan_run, "plan_step", step)
-    run = PlanRun(Settings(home=tmp_path), SimpleNamespace(start=start_limited), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(plan_run, "plan_steps_apart", steps)
+    planner, limits = SimpleNamespace(start=start_limited), RateLimits(60)
+    context: Any = SimpleNamespace(settings=Settings(home=tmp_path), planner=planner, limits=limits)
+    run = PlanRun(context, None, None)  # type: ignore[arg-type]
     assert run.poll() is None
     process = run._preparation.process
     assert process is not None
@@ -151,7 +157,7 @@ def test_a_planner_whose_plan_nobody_awaits_ends_by_itself(tmp_path: Path, monke
 
 def test_a_stream_waits_for_the_users_plan_before(planning: TestClient) -> None:
     plans = planning.app.state.context.limits.plans  # type: ignore[attr-defined]
-    place = plans.entered("")
+    place = plans.entered(None)
     place.__enter__()
     threading.Timer(0.3, place.__exit__, (None, None, None)).start()
     answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
@@ -166,3 +172,25 @@ def test_a_failure_in_a_stream_is_told(planning: TestClient, monkeypatch: pytest
     answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True})
     ((kind, told),) = events_of(answer.text)
     assert (kind, told["error"]["type"]) == ("error", "server_error")
+
+
+@pytest.mark.long
+def test_this_machine_is_estimated_by_its_rates_then_measured_and_then_planned(planning: TestClient) -> None:
+    cpu = MACHINE | {"gpus": MACHINE["gpus"] | {"count": 0}}
+    (planning.app.state.context.settings.home / HARDWARE_FILE).write_text(yaml.safe_dump(cpu))  # type: ignore[attr-defined]
+    body = {name: value for name, value in BODY.items() if name != "hardware"}
+
+    def stream() -> list[tuple[str, dict[str, Any]]]:
+        return events_of(planning.post("/v1/fine_tuning/plans", json={**body, "stream": True}).text)
+
+    (first, estimate), *others, (last, plan) = stream()
+    assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
+    assert (estimate["estimated"], estimate["to_be_measured"], estimate["times_from"]) == (True, True, "rates")
+    assert plan["times_from"] == "blocks"
+    told = [data for kind, data in others if kind == "fine_tuning.plan.progress"]
+    assert [(each["done"], each["total"]) for each in told] == [(0, 3), (1, 3), (2, 3)]
+    assert told[0]["message"] == "measuring the model's blocks with 4 examples of 64 tokens"
+    again = stream()
+    assert [kind for kind, _ in again] == ["fine_tuning.plan.estimate", "fine_tuning.plan"]
+    assert again[0][1]["times_from"] == "blocks"
+    assert again[-1][1]["choices"] == plan["choices"]

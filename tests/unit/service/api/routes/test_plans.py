@@ -25,9 +25,12 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.training_config.training_config import Optimizer
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning import job_planning as plan_job
+from windlass.planner.profiling.model_config import read_config
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
+from windlass.planner.question.report import PlanReport
 from windlass.service.api import plan_run
+from windlass.service.api.routes import plans
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import plan as cli_plan
 from windlass.service.cli.arguments import ids as cli_ids
@@ -121,7 +124,7 @@ def test_a_plan_gets_memory_beside_what_runs_and_else_none(
     planning: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreparationMemory, "free_nbytes", lambda _self: GIB)
-    monkeypatch.setattr(plan_run, "_WAIT_FOR_MEMORY_S", 0.1)
+    monkeypatch.setattr(plan_run, "_WAIT_S", 0.1)
     response = ask(planning, hardware=MACHINE, windlass={"sequence_length": 64})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_memory")
     assert "1.00 GiB free beside what runs" in response.json()["error"]["message"]
@@ -151,12 +154,24 @@ def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:
         ({"hardware": MACHINE | {"ssd": {}}}, 400, "hardware.ssd"),
         ({"windlass": {"sequence_length": 4096}}, 400, "windlass.sequence_length"),
         ({"windlass": {"precision": "int4"}}, 400, "windlass.precision"),
+        ({"windlass": {"box": "attic"}}, 400, "windlass.box"),
+        ({"windlass": {"boxes": 2}}, 400, "windlass.boxes"),
+        ({"windlass": {"batch_size": 8}}, 400, "windlass.batch_size"),
+        ({"batch_size": None}, 400, "batch_size"),
+        ({"num_examples": 0}, 400, "num_examples"),
     ],
 )
 def test_bad_input_gets_the_error_form(planning: TestClient, body: dict[str, Any], status: int, param: str) -> None:
     response = ask(planning, **body)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_name_of_a_machine_as_hardware_is_refused_with_the_request_that_gives_the_object(planning: TestClient) -> None:
+    error = ask(planning, hardware="rtx4090:ram=64,ssds=2").json()["error"]
+    where = "such as hardware in the answer of GET /v1/fine_tuning/machines/{name}"
+    assert error["message"] == f"hardware: must be an object, {where}, got 'rtx4090:ram=64,ssds=2'"
+    assert (error["param"], error["code"]) == ("hardware", "invalid_value")
 
 
 def test_plan_with_more_microbatches_than_examples_is_refused_as_the_job_is(
@@ -168,8 +183,74 @@ def test_plan_with_more_microbatches_than_examples_is_refused_as_the_job_is(
     of_plan = ask(planning, hardware=MACHINE, windlass={"num_microbatches": 5, "sequence_length": 64})
     assert (of_plan.status_code, of_plan.json()) == (of_job.status_code, of_job.json())
     error = of_plan.json()["error"]
-    assert (of_plan.status_code, error["param"], error["code"]) == (400, "windlass", "invalid_value")
+    assert (of_plan.status_code, error["param"], error["code"]) == (400, "windlass.num_microbatches", "invalid_value")
     assert error["message"] == "windlass.num_microbatches is 5, but a batch has only 4 examples"
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, **report: Any) -> list[PlanRequest]:
+    """Has plans of the API answered with a report. Returns the list of requests that the planner gets."""
+    requests: list[PlanRequest] = []
+
+    async def run(_: object, user: str | None, request: PlanRequest) -> tuple[PlanReport, list[str]]:
+        requests.append(request)
+        return PlanReport(feasible=True, reasons=(), **report), []
+
+    monkeypatch.setattr(plans, "_run", run)
+    return requests
+
+
+def test_plan_takes_the_batch_size_among_the_settings_of_a_job(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = answer_with(monkeypatch)
+    body = {"model": "llama", "hardware": MACHINE, "windlass": {"batch_size": 6}}
+    assert planning.post("/v1/fine_tuning/plans", json=body).status_code == 200
+    assert ask(planning, hardware=MACHINE, windlass={"batch_size": 4}).status_code == 200
+    assert [request.training.batch_size for request in requests] == [6, 4]
+
+
+def test_plan_tells_the_time_of_a_job_with_a_number_of_examples(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, step_s=30.0, ssd_write_gb_per_step=250.0)
+    plan = ask(planning, hardware=MACHINE, num_examples=10, windlass={"epochs": 2}).json()
+    assert (plan["num_steps"], plan["job_s"], plan["ssd_write_tb"]) == (6, 180.0, 1.5)
+    plan = ask(planning, hardware=MACHINE).json()
+    assert (plan["num_steps"], plan["job_s"], plan["ssd_write_tb"]) == (None, None, None)
+
+
+def test_plan_of_a_published_shape_needs_no_files(planning: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = answer_with(monkeypatch)
+    assert ask(planning, hardware=MACHINE, model="qwen2.5-0.5b").status_code == 200
+    question = plan_job.question_of(requests[0], read_config(requests[0].model_dir, 2048))
+    assert (question.config.shape.num_layers, requests[0].training.sequence_length) == (24, 2048)
+    response = ask(planning, hardware=MACHINE, model="gpt2", windlass={"sequence_length": 2048})
+    assert "takes at most 1024 tokens" in response.json()["error"]["message"]
+    # A model that is here goes before.
+    folder = context_of(planning).settings.models_dir / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"n_positions": 64}')
+    assert ask(planning, hardware=MACHINE, model="gpt2").status_code == 200
+    assert requests[-1].training.sequence_length == 64
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-71b", "meta-llama/Llama-3.1-70B"])
+def test_plan_of_an_unknown_model_names_near_shapes(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    context = replace(context_of(planning), hub_files=lambda _: ["config.json"])
+    monkeypatch.setattr(planning.app.state, "context", context)
+    response = ask(planning, hardware=MACHINE, model=model)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "the shape of llama-3.1-70b" in error["message"]
+
+
+@pytest.mark.long
+def test_a_published_shape_is_planned_by_the_service(planning: TestClient) -> None:
+    plan = ask(planning, hardware=MACHINE, model="qwen2.5-0.5b", windlass={"sequence_length": 64}).json()
+    assert plan["feasible"], plan
+    assert plan["choices"]["activations"][0]["layers"] == "0-23"
 
 
 def test_a_job_without_a_plan_says_so(client: TestClient, file_id: str) -> None:
@@ -377,7 +458,7 @@ def test_the_planner_is_asked_with_resolved_numbers(stage: Stage) -> None:
     assert training.clip_norm is None
     assert request.host_memory_nbytes == 4 * 2**30
     assert request.device_memory_nbytes == 2 * 2**30
-    assert request.hardware.host.memory_gib == 768
+    assert request.hardware.host.memory_gib == 764
     assert request.simulation_s > 0
     assert request.compute_threads is not None  # measured on its GPU, because no other job runs
     assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))) == request

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ from tests.unit.service.dispatcher.replanning.test_replanner_changed_machine imp
 )
 from tests.unit.service.dispatcher.replanning.test_replanner_measured_steps import asked
 from windlass.planner.question.plan_request import PlanRequest
-from windlass.service.api import plan_run
-from windlass.service.api.routes import plans
-from windlass.service.installation.settings import Settings
-from windlass.service.jobs.spec_builder import plan_request
 from windlass.service.preparation.pipeline import Preparation
-from windlass.service.preparation.sandbox import start_limited
 from windlass.service.preparation.steps import (
     CHECK_MODEL,
     DOWNLOAD_MODEL,
@@ -35,8 +29,6 @@ from windlass.service.preparation.steps import (
     PreparationOrder,
     PreparationStep,
 )
-from windlass.service.validation.hyperparameters import WindlassSettings, hypothetical_config
-from windlass.service.validation.request_errors import ApiError
 from windlass.storage.sql.job_status import JobStatus
 from windlass.storage.sql.models import JobEvent
 from windlass.storage.sql.repositories.events import EventRepository
@@ -141,24 +133,3 @@ def test_a_plan_that_is_renewed_by_a_planner_that_is_killed_stays_and_the_job_is
     _tick_until(stage, lambda: stage.status(job_id) is JobStatus.RUNNING)
     told = [event for event in _events(stage, job_id) if event.level == "warn"][-1].message
     assert re.match(rf"The machine was measured again, but .* the previous plan is kept: planning {_BY_SIGNAL}", told)
-
-
-def test_a_plan_over_http_whose_planner_is_killed_is_a_failure_of_the_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = Settings(home=tmp_path)
-    training = hypothetical_config(WindlassSettings(), batch_size=1, num_microbatches=1, sequence_length=8)
-    request = plan_request(
-        settings, machine(1.0), None, model_dir=tmp_path / "tiny", asked=WindlassSettings(), training=training
-    )
-    monkeypatch.setattr(
-        plan_run, "plan_step", lambda folder, _: _step(folder, PLAN_JOB, f"print('at block 3', flush=True); {_KILLED}")
-    )
-    context: Any = SimpleNamespace(settings=settings, planner=SimpleNamespace(start=start_limited))
-    with pytest.raises(ApiError) as raised:
-        plans._run(context, request)
-    error = raised.value
-    assert (error.status, error.kind, error.code) == (500, "server_error", "plan_job_failed")
-    assert re.match(rf"planning {_BY_SIGNAL}.* last output line: at block 3\. Wait until", error.message)
-    assert str(tmp_path) not in error.message
-    assert "its output ended with:\nat block 3" in caplog.text

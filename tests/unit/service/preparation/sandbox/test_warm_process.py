@@ -96,6 +96,16 @@ def test_failed_step_ends_the_process_and_the_next_step_begins_another(
     assert warm.pid not in (None, first)
 
 
+def test_renewed_process_is_another_one_unless_it_runs_a_step(warm: WarmProcess, tmp_path: Path) -> None:
+    warm.renew()
+    assert begin(warm, tmp_path, "kept.append(1)").wait() == 0
+    warm.renew()
+    assert warm.pid is None
+    step = begin(warm, tmp_path, "assert not kept")
+    warm.renew()
+    assert step.wait() == 0
+
+
 @pytest.mark.long
 def test_killed_step_is_gone(warm: WarmProcess, tmp_path: Path) -> None:
     step = begin(warm, tmp_path, "time.sleep(60)")

@@ -190,7 +190,7 @@ def test_an_estimated_finish_that_has_passed_is_not_shown(client: TestClient, fi
         ({"windlass": {"lora": {"r": 8}}}, "windlass.lora", "LoRA is not supported yet"),
         ({"windlass": {"warmup": 0.1, "warmup_steps": 3}}, "windlass", "warmup (0.1) or warmup_steps (3), not both"),
         ({"windlass": {"sequence_length": 513}}, "windlass.sequence_length", "at most 512 tokens, got 513"),
-        ({"windlass": {"epochs": 2}, "hyperparameters": {"n_epochs": 3}}, "windlass", "windlass.epochs is 2"),
+        ({"windlass": {"epochs": 2}, "hyperparameters": {"n_epochs": 3}}, "windlass.epochs", "windlass.epochs is 2"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", '"auto" or a whole number from 1 to 1000'),
         ({"hyperparameters": {"n_epochs": True}}, "hyperparameters.n_epochs", "got True"),
         ({"hyperparameters": {"learning_rate_multiplier": "big"}}, "hyperparameters.learning_rate_multiplier", "big"),
