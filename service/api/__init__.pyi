@@ -18,6 +18,8 @@ from windlass.service.api.context import ContextDep as ContextDep
 from windlass.service.api.event_feed import MAX_STREAMS_PER_USER as MAX_STREAMS_PER_USER
 from windlass.service.api.event_feed import News as News
 from windlass.service.api.event_feed import Told as Told
+from windlass.service.api.event_streams import described_stream as described_stream
+from windlass.service.api.event_streams import event_stream as event_stream
 from windlass.service.api.model_access import check_may_build_on as check_may_build_on
 from windlass.service.api.model_access import is_visible as is_visible
 from windlass.service.api.model_access import model_hint as model_hint

@@ -12,13 +12,23 @@ from typing import Any
 import anyio
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 
 from windlass.actors.timeline import SIMULATED_FOLDER, StepSpans, held_steps, load_step, names_of_boxes, trace_of
 from windlass.planner.hardware import Hardware, ModelShape, load, published_models, similar_models, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
-from windlass.service.api import CallerDep, Context, ContextDep, PlanRun, error_body, is_visible, model_hint
+from windlass.service.api import (
+    CallerDep,
+    Context,
+    ContextDep,
+    PlanRun,
+    described_stream,
+    error_body,
+    event_stream,
+    is_visible,
+    model_hint,
+)
 from windlass.service.api.schemas import CreatePlan, JobPlanObject, PlanObject, TraceObject
 from windlass.service.auth import Caller
 from windlass.service.installation import Settings, check_is_here, node_of
@@ -46,23 +56,10 @@ from windlass.storage.sql.repositories import EventRepository, JobRepository
 _LOG = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/fine_tuning")
-_MEDIA_TYPE = "text/event-stream"
 
 
-# The schema of the stream's events, in the form of OpenAPI 3.2 (4.14.4), beside that of a plan without `stream`.
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "content": {
-            _MEDIA_TYPE: {
-                "itemSchema": {
-                    "type": "object",
-                    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-                    "required": ["event", "data"],
-                }
-            }
-        }
-    }
-}
+# The stream's events, beside the answer without `stream`.
+_STREAMED = described_stream({"event": {"type": "string"}, "data": {"type": "string"}}, required=("event", "data"))
 
 # Makes the plan's object of a report and warnings.
 Shown = Callable[[PlanReport, Sequence[str]], dict[str, Any]]
@@ -80,10 +77,7 @@ async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) 
     request, shown = await run_in_threadpool(_asked, context, caller, body)
     if body.stream:
         request = replace(request, tells_estimate=True)
-        # Proxies like nginx would otherwise hold the events back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        events = _streamed(context, caller.user, request, shown)
-        return StreamingResponse(events, media_type=_MEDIA_TYPE, headers=headers)
+        return event_stream(_streamed(context, caller.user, request, shown))
     return shown(*await _run(context, caller.user, request))
 
 
