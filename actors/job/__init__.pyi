@@ -24,7 +24,6 @@ from windlass.actors.job.context import grad_itemsize as grad_itemsize
 from windlass.actors.job.context import grad_precision as grad_precision
 from windlass.actors.job.context import index_of as index_of
 from windlass.actors.job.context import kind_of as kind_of
-from windlass.actors.job.context import layout_of_box as layout_of_box
 from windlass.actors.job.context import link_name as link_name
 from windlass.actors.job.context import make_context as make_context
 from windlass.actors.job.context import make_core_context as make_core_context
@@ -34,7 +33,6 @@ from windlass.actors.job.context import optimizer_name as optimizer_name
 from windlass.actors.job.context import param_server_name as param_server_name
 from windlass.actors.job.context import piece_bounds as piece_bounds
 from windlass.actors.job.context import ssd_name as ssd_name
-from windlass.actors.job.context import stage_of as stage_of
 from windlass.actors.job.context import store_geometry as store_geometry
 from windlass.actors.job.device_budget import require_planned_device_room as require_planned_device_room
 from windlass.actors.job.device_memory_check import require_device_room as require_device_room

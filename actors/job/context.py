@@ -450,7 +450,7 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         chunk_numel=layout.chunk_numel,
         param_itemsize=itemsizes[formats.param_kind],
         state_itemsize=sum(itemsizes.values()),
-        shared_blocks=tuple(block for shared in layout.shared for block in shared[1:]),
+        shared=layout.shared,
         own=layout.own,
     )
     plan = make_plan(

@@ -29,11 +29,9 @@ class StepTimes:
         self._misses: deque[float] = deque(maxlen=_NUM_FORECASTS)  # logarithms: mean of a window over its forecast
         self._longer_s: deque[float] = deque(maxlen=_NUM_SLOW_SOUGHT)
         self._evaluations_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
-        self._num_noted = 0
 
     def note(self, step_s: float, *, evaluated: bool = False) -> None:
         """Counts a step. `evaluated`: an evaluation ran during it, so that its time tells nothing of other steps."""
-        self._num_noted += 1
         if evaluated:
             self._evaluations_s.append(step_s)
             return
@@ -43,11 +41,6 @@ class StepTimes:
         self._longer_s.append(step_s - median(self._recent))
         if len(self._recent) == NUM_RECENT_STEPS:
             self._forecasts.append(median(self._recent))
-
-    @property
-    def num_noted(self) -> int:
-        """The number of counted steps."""
-        return self._num_noted
 
     @property
     def num_recent(self) -> int:

@@ -94,8 +94,9 @@ class ChunkPipeline(Generic[_Item]):
                 return None
             if self._calls:
                 return self._calls.popleft()
-            if (chunk := self._queue.first_to_read) is not None:
-                self._io.works_at(chunk.item)
+            chunk = self._queue.first_to_read
+            assert chunk is not None, "the wait ended with a chunk, which only this thread takes"
+            self._io.works_at(chunk.item)
             return self._read_next
 
     def _read_next(self) -> None:

@@ -3,8 +3,6 @@
 from windlass.actors.runtime import ray_runner as ray_runner
 from windlass.actors.runtime.factory import LocalOptions as LocalOptions
 from windlass.actors.runtime.local_box import LocalBox as LocalBox
-from windlass.actors.runtime.local_link import LocalLinks as LocalLinks
-from windlass.actors.runtime.local_runner import ConnectBoxes as ConnectBoxes
 from windlass.actors.runtime.local_runner import require_own_generators as require_own_generators
 from windlass.actors.runtime.outbox import Outbox as Outbox
 from windlass.actors.runtime.ray_box import RayBox as RayBox

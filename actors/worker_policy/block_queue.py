@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
 
+from windlass.storage.ids import BlockIndex, Step
 from windlass.storage.priority_queue import PriorityQueue
-
-_Item = TypeVar("_Item")
 
 
 class QueueOrder(StrEnum):
@@ -14,6 +12,10 @@ class QueueOrder(StrEnum):
 
     PRIORITY = "priority"  # the smallest (step, block) first, because the next forward pass needs it first
     FIFO = "fifo"  # the block that has waited longest first; for comparisons
+
+    def rank(self, step: int, block: int, num_before: int) -> tuple[int, ...]:
+        """Returns the rank of a block; the smallest is first. `num_before`: how many blocks came before it."""
+        return (step, block) if self is QueueOrder.PRIORITY else (num_before,)
 
 
 # Fields of `Ordering` that limit the number of outstanding requests.
@@ -47,28 +49,27 @@ class Ordering:
                 raise ValueError(f"{name} is {number}; at least 1 must be outstanding, or nothing is ever done")
 
 
-class BlockQueue(Generic[_Item]):
-    """A queue of items of (step, block), such as its chunks. Not thread-safe.
-
-    Items of one block stay in order of arrival.
-    """
+class BlockQueue:
+    """A queue of blocks of steps. Not thread-safe."""
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
-        self._waiting: PriorityQueue[_Item] = PriorityQueue()
+        self._waiting: PriorityQueue[tuple[Step, BlockIndex]] = PriorityQueue()
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, step: int, block: int, item: _Item) -> None:
-        """Adds an item."""
-        self._waiting.push((step, block) if self._order is QueueOrder.PRIORITY else (), item)
+    def push(self, step: Step, block: BlockIndex) -> None:
+        """Adds a block of a step."""
+        self._waiting.push(self._order.rank(step, block, self._num_pushed), (step, block))
+        self._num_pushed += 1
 
     @property
-    def first(self) -> _Item:
-        """The next item. The queue must not be empty."""
+    def first(self) -> tuple[Step, BlockIndex]:
+        """The next step and block. The queue must not be empty."""
         return self._waiting.first
 
-    def pop(self) -> _Item:
-        """Removes and returns the next item. The queue must not be empty."""
+    def pop(self) -> tuple[Step, BlockIndex]:
+        """Removes and returns the next step and block. The queue must not be empty."""
         return self._waiting.pop()

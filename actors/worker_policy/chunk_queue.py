@@ -72,7 +72,7 @@ class ChunkQueue(Generic[_Item]):
     def add(self, step: Step, block: BlockIndex, items: Sequence[_Item]) -> None:
         """Adds the chunks of a block's update; at least one."""
         self._chunks_left.start((step, block), len(items))
-        rank = (step, block) if self._order is QueueOrder.PRIORITY else (self._num_added,)
+        rank = self._order.rank(step, block, self._num_added)
         self._num_added += 1
         for item in items:
             chunk = QueuedChunk(step, block, item, self._is_resident(item), rank)

@@ -69,13 +69,13 @@ class OffloadQueue:
         """Gradients of `spilled_blocks` overwrite states of an older commit on the SSDs."""
         self._max_offloading = ordering.max_offloading
         self._spilled = spilled_blocks
-        self._waiting: BlockQueue[tuple[Step, BlockIndex]] = BlockQueue(ordering.queues)
+        self._waiting = BlockQueue(ordering.queues)
         self._num_offloading = 0
         self._committed = -1
 
     def push(self, step: Step, block: BlockIndex) -> list[tuple[Step, BlockIndex]]:
         """Adds a gradient. Returns the gradients whose offload begins now."""
-        self._waiting.push(step, block, (step, block))
+        self._waiting.push(step, block)
         return self._begin()
 
     def offload_finished(self) -> list[tuple[Step, BlockIndex]]:
@@ -96,7 +96,7 @@ class OffloadQueue:
                 break
             self._waiting.pop()
             self._num_offloading += 1
-            begun.append((Step(step), BlockIndex(block)))
+            begun.append((step, block))
         return begun
 
 
@@ -115,7 +115,7 @@ class UpdateQueue:
         """`num_blocks` is the number of blocks of which the actor has a share."""
         self._max_updating = max_updating
         self._num_blocks = num_blocks
-        self._waiting: BlockQueue[tuple[Step, BlockIndex]] = BlockQueue(order)
+        self._waiting = BlockQueue(order)
         self._updates: dict[tuple[int, int], UpdateBlock] = {}  # by step and block, of those that wait
         self._num_updating = 0
         self._early: dict[Step, list[GradOffloaded]] = {}  # those that came before the result of their step, in order
@@ -151,7 +151,7 @@ class UpdateQueue:
         if isinstance(result, SkipStep):
             return UpdateActions([], grads)
         for grad in grads:
-            self._waiting.push(step, grad.block, (step, grad.block))
+            self._waiting.push(step, grad.block)
             self._updates[(step, grad.block)] = UpdateBlock(
                 job=grad.job, step=step, block=grad.block, chunks=grad.chunks, how=result
             )

@@ -55,6 +55,7 @@ _ASSUMED = {
 }
 _UNUSED = 1e18  # bytes/s of SSDs that a job does not have
 _OPTIONAL = {
+    "gpus": {"fp32_tflops": None},
     "pcie": {"duplex_gb_per_s": None, "uplinks": None},
     "ssds": {"combined_gb_per_s": None, "cpu_s_per_gb": None},
 }

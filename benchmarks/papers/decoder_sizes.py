@@ -59,7 +59,7 @@ def model_size(numels: tuple[int, ...], *, chunk_numel: int, is_tied: bool) -> M
         chunk_numel=chunk_numel,
         param_itemsize=_ITEMSIZE,
         state_itemsize=_STATE_ITEMSIZE,
-        shared_blocks=(0,) if is_tied else (),
+        shared=shared_of(len(numels) - 2, is_tied=is_tied),
     )
 
 

@@ -20,7 +20,7 @@ from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.engine.activations import host_store as activations_host
 from windlass.engine.device import device
 from windlass.engine.model import BlockRunner, Partition
-from windlass.engine.model import streamed_params as param_pieces_on_device
+from windlass.engine.model.streaming import params as param_pieces_on_device
 
 _COPYING = (activations_host, device, param_prefetcher)  # copies of several tensors go through `device`
 _copy = device.copy

@@ -4,7 +4,6 @@ from windlass.engine.activations.host_store import ActivationMemoryError as Acti
 from windlass.engine.activations.host_store import HostActivations as HostActivations
 from windlass.engine.activations.microbatch import Unit as Unit
 from windlass.engine.activations.operator_costs import LayerCost as LayerCost
-from windlass.engine.activations.operator_costs import OperatorCost as OperatorCost
 from windlass.engine.activations.operator_costs import list_operators as list_operators
 from windlass.engine.activations.saved_graph import BorrowedParams as BorrowedParams
 from windlass.engine.activations.selective_recompute import Layer as Layer

@@ -22,6 +22,5 @@ from windlass.engine.device.param_loader import OnArrival as OnArrival
 from windlass.engine.device.param_loader import ParamLoader as ParamLoader
 from windlass.engine.device.registered_memory import registration_cuts as registration_cuts
 from windlass.engine.device.streams import Event as Event
-from windlass.engine.device.streams import StartThreads as StartThreads
 from windlass.engine.device.streams import Stream as Stream
 from windlass.engine.device.tensor_arena import TensorArena as TensorArena

@@ -36,7 +36,13 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _start_daemons(targets: Iterable[Callable[[], None]]) -> None:
     for target in targets:
-        threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=_run_until_stopped, args=(target,), daemon=True).start()
+
+
+def _run_until_stopped(target: Callable[[], None]) -> None:
+    """Runs a thread's function, which a cancelled token may end in the middle of a wait."""
+    with contextlib.suppress(InterruptedError):
+        target()
 
 
 class Device:

@@ -10,10 +10,10 @@ from windlass.engine.memory_plan.activation_policy import Place as Place
 from windlass.engine.memory_plan.activation_policy import in_words as in_words
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes as allocatable_nbytes
 from windlass.engine.memory_plan.allocator_reserve import reserved_nbytes as reserved_nbytes
-from windlass.engine.memory_plan.arena.choices import CACHED_BLOCKS as CACHED_BLOCKS
-from windlass.engine.memory_plan.arena.choices import most_passing_blocks as most_passing_blocks
-from windlass.engine.memory_plan.arena.layout import make_plan as make_plan
-from windlass.engine.memory_plan.arena.layout import may_stream_tied as may_stream_tied
+from windlass.engine.memory_plan.arena import CACHED_BLOCKS as CACHED_BLOCKS
+from windlass.engine.memory_plan.arena import make_plan as make_plan
+from windlass.engine.memory_plan.arena import may_stream_tied as may_stream_tied
+from windlass.engine.memory_plan.arena import most_passing_blocks as most_passing_blocks
 from windlass.engine.memory_plan.block_buffers import Acquired as Acquired
 from windlass.engine.memory_plan.block_buffers import BlockBuffers as BlockBuffers
 from windlass.engine.memory_plan.buffer_counts import ADDED_NUMEL as ADDED_NUMEL
@@ -33,7 +33,6 @@ from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_n
 from windlass.engine.memory_plan.buffer_counts import rounding_nbytes as rounding_nbytes
 from windlass.engine.memory_plan.buffer_counts import streamed_grads_nbytes as streamed_grads_nbytes
 from windlass.engine.memory_plan.buffer_counts import summed_in_fp32 as summed_in_fp32
-from windlass.engine.memory_plan.copy_batches import COPY_BATCH_NBYTES as COPY_BATCH_NBYTES
 from windlass.engine.memory_plan.copy_batches import batches_to_copy as batches_to_copy
 from windlass.engine.memory_plan.copy_batches import copy_batch_size as copy_batch_size
 from windlass.engine.memory_plan.device_moments import NO_NEED as NO_NEED
@@ -73,6 +72,5 @@ from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH as FETCH_DEPTH
 from windlass.engine.memory_plan.queue_depths import LEAVING_ACTIVATION_NBYTES as LEAVING_ACTIVATION_NBYTES
 from windlass.engine.memory_plan.queue_depths import MIN_STATE_DEPTH as MIN_STATE_DEPTH
 from windlass.engine.memory_plan.queue_depths import STAGED_ACTIVATIONS as STAGED_ACTIVATIONS
-from windlass.engine.memory_plan.queue_depths import STATE_DEPTH as STATE_DEPTH
 from windlass.engine.memory_plan.queue_depths import QueueDepths as QueueDepths
 from windlass.engine.memory_plan.update_order import UpdateOrder as UpdateOrder

@@ -52,7 +52,8 @@ class ModelSize:
     chunk_numel: int
     param_itemsize: int  # bytes: 2 in bf16, 4 in fp32
     state_itemsize: int  # bytes of all stored states of one parameter: 14 in bf16, 12 in fp32
-    shared_blocks: tuple[int, ...] = ()  # blocks that other blocks' operations also use, once for each such use
+    # By block: the blocks whose params its operations use, itself first. Empty: each block uses its own only.
+    shared: tuple[tuple[int, ...], ...] = ()
     own: frozenset[int] | None = None  # the blocks whose states this box has; None: all
 
     def num_chunks(self, block: int) -> int:
@@ -80,6 +81,11 @@ class ModelSize:
     def total_chunks(self) -> int:
         """The number of chunks of the model."""
         return sum(self._nums_chunks)
+
+    @cached_property
+    def shared_blocks(self) -> tuple[int, ...]:
+        """The blocks whose params other blocks use as well, once for each such use."""
+        return tuple(block for blocks in self.shared for block in blocks[1:])
 
     @property
     def blocks(self) -> range:

@@ -18,10 +18,11 @@ from windlass.engine.model.layout import ModelLayout as ModelLayout
 from windlass.engine.model.layout import ParamSlice as ParamSlice
 from windlass.engine.model.layout import UnsupportedArchitectureError as UnsupportedArchitectureError
 from windlass.engine.model.layout import choose_chunk_numel as choose_chunk_numel
+from windlass.engine.model.partition import ParamSite as ParamSite
 from windlass.engine.model.partition import Partition as Partition
 from windlass.engine.model.partition import build_meta_model as build_meta_model
 from windlass.engine.model.partition import dropouts_of as dropouts_of
 from windlass.engine.model.partition import load_config as load_config
 from windlass.engine.model.partition import partition_folder as partition_folder
-from windlass.engine.model.streamed_params import PieceBuffers as PieceBuffers
-from windlass.engine.model.streamed_params import StreamedParams as StreamedParams
+from windlass.engine.model.streaming import PieceBuffers as PieceBuffers
+from windlass.engine.model.streaming import StreamedParams as StreamedParams

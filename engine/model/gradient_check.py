@@ -19,7 +19,7 @@ from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET
 from windlass.engine.model.layout import UnsupportedArchitectureError
 from windlass.engine.model.partition import Partition, build_meta_model, find_layers
-from windlass.engine.model.streamed_flats import StreamedFlats
+from windlass.engine.model.streaming import StreamedFlats
 from windlass.engine.optimizer import KernelUnavailable
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, ModelKernel, Precision

@@ -4,7 +4,6 @@ from windlass.engine.optimizer.adam_formulas import AdamSettings as AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates as ChunkStates
 from windlass.engine.optimizer.adam_kernel import OptimizerKernel as OptimizerKernel
 from windlass.engine.optimizer.grad_norm import NormInParts as NormInParts
-from windlass.engine.optimizer.grad_norm import portable_squared_norm as portable_squared_norm
 from windlass.engine.optimizer.grad_norm import portable_squared_norms as portable_squared_norms
 from windlass.engine.optimizer.grad_norm import squared_norm as squared_norm
 from windlass.engine.optimizer.kernel_cache import KernelUnavailable as KernelUnavailable

@@ -46,13 +46,6 @@ def squared_norm(grad: torch.Tensor) -> torch.Tensor:
     return norm.total()
 
 
-def without_waiting(grad: torch.Tensor) -> torch.Tensor:
-    """Returns `squared_norm` as a GPU computes it, on any device. No operator needs a value on the host."""
-    norm = NormInParts((0, grad.numel()), grad.dtype, grad.device, waits=False)
-    norm.put(grad, 0)
-    return norm.total()
-
-
 class NormInParts:
     """Computes `squared_norm` of a flat tensor that is put part by part, in any order, with the same bits.
 

@@ -1,7 +1,6 @@
 """The settings of a job's training, which the service, the planner, the simulator and the workers share."""
 
 from windlass.engine.training_config import config_json as config_json
-from windlass.engine.training_config.training_config import NUMERICS as NUMERICS
 from windlass.engine.training_config.training_config import EarlyStopping as EarlyStopping
 from windlass.engine.training_config.training_config import FinalModel as FinalModel
 from windlass.engine.training_config.training_config import Initialization as Initialization

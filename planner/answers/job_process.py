@@ -34,6 +34,7 @@ from windlass.planner.question import (
     PlanFailure,
     PlanRequest,
     abandoned_path,
+    disturbed_path,
     estimate_path,
 )
 from windlass.planner.solver import forget_programs
@@ -61,6 +62,7 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
     """
     options = arguments_of(arguments, "Plan a job.")
     estimate, abandoned = estimate_path(options.result), abandoned_path(options.result)
+    disturbed = disturbed_path(options.result)
 
     def tell(plan: JobPlan) -> None:
         try:
@@ -84,6 +86,7 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
                 kept_shapes,
                 with_what_if,
                 watcher_of(tell if request.tells_estimate else None, check),
+                lambda: request.is_alone and not disturbed.exists(),
             ).to_json()
         except AbandonedError:
             return {"warnings": ["the plan was abandoned"]}

@@ -13,13 +13,25 @@ from windlass.amounts import GIB
 from windlass.engine.lanes import rounded_to_lanes
 from windlass.engine.memory_estimate import DeviceNeedUnknownError
 from windlass.planner.feasibility import with_part
-from windlass.planner.hardware import Hardware, limit_in_words, with_faster_card, with_more_ssds, with_one_more_gpu
+from windlass.planner.hardware import (
+    Hardware,
+    limit_in_words,
+    with_faster_card,
+    with_more_ram,
+    with_more_ssds,
+    with_one_more_gpu,
+)
 from windlass.planner.planning import (
+    NOBODY,
+    AbandonedError,
     Planned,
     TimesLackError,
+    Watcher,
     lacking_times,
+    measure_all,
     plan_without_advice,
     questions_by_number,
+    with_measuring_s,
 )
 from windlass.planner.question import PlanQuestion, PlanReport, Profiles, TimesNeed, WhatIf, different_needs
 from windlass.planner.solver import DoesNotFitError
@@ -45,29 +57,46 @@ class Change:
 def with_what_if(
     question: PlanQuestion,
     planned: Planned,
-    check: Callable[[], None] = lambda: None,
+    watcher: Watcher = NOBODY,
     tell: Callable[[int, int], None] = lambda _number, _total: None,
 ) -> Planned:
     """Returns the answer to a question with the answers for each change, the largest gain first.
 
-    `check`: is called before each change, and may raise an error that ends this. A change that cannot be planned has a
-    row that says so. `tell`: is called with the number of changes that are planned, and that of all.
+    Times of blocks that lack are measured first. If the question leaves them unmeasured, the job and all changes are
+    compared by the machine's rates, because measured times and rates cannot be compared.
+
+    `watcher`: is told of measurements, and its `check` is called before each change. A change that cannot be planned
+    has a row that says so. `tell`: is called with the number of changes that are planned, and that of all.
 
     Raises:
         TimesLackError: times lack that another process is to measure.
     """
     profiles = Profiles(question)
-    if question.measures_apart and lacking_times_of_changes(question, profiles):
-        raise TimesLackError
     now = planned.report.tokens_per_s if planned.report.feasible else None
+    if question.measures and (needs := lacking_times_of_changes(question, profiles)):
+        if question.leaves_unmeasured:
+            own = lacking_times(questions_by_number(question), profiles)
+            planned = replace(planned, report=with_measuring_s(planned.report, [*own, *needs]))
+            profiles = profiles.by_rates()
+            watcher.check()
+            now = _tokens_per_s(question, profiles)
+        elif question.measures_apart:
+            raise TimesLackError
+        else:
+            try:
+                measure_all(needs, profiles, see=watcher.see_measurement, check=watcher.check)
+            except AbandonedError:
+                raise
+            except Exception:  # noqa: BLE001 - the job's plan is there already; the rows will say what is wrong
+                traceback.print_exc()
     rows = []
     changes = list(changes_of(question))
     total = len(changes) + 1
     for number, change in enumerate(changes):
-        check()
+        watcher.check()
         tell(number, total)
         rows.append(_row_or_problem(change.key, change.words, partial(_answer, change, profiles, now)))
-    check()
+    watcher.check()
     tell(len(changes), total)
     if question.num_layers is None:
         hardware = _with_network(question.hardware)
@@ -77,6 +106,17 @@ def with_what_if(
             rows.append(_row_or_problem("box", words, answer))
     rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
     return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
+
+
+def _tokens_per_s(question: PlanQuestion, profiles: Profiles) -> float | None:
+    """Returns the tokens per second of the job with these profiles. None: it does not fit, or cannot be planned."""
+    try:
+        return plan_without_advice(question, profiles).report.tokens_per_s
+    except DoesNotFitError:
+        return None
+    except Exception:  # noqa: BLE001 - the job's plan is there already, and is not lost because of the comparison
+        traceback.print_exc()
+        return None
 
 
 def lacking_times_of_changes(question: PlanQuestion, profiles: Profiles) -> list[TimesNeed]:
@@ -150,7 +190,8 @@ def changes_of(question: PlanQuestion) -> Iterator[Change]:
     with_ssd = with_more_ssds(hardware, 1)
     words = f"one more SSD, {with_ssd.ssds.count} in all{limit_in_words(hardware.ssds, with_ssd.ssds)}"
     yield Change(key="ssds", words=words, question=replace(question, hardware=with_ssd))
-    yield Change(key="ram", words=f"{_MORE_RAM_GIB} GiB more RAM", question=_with_more_ram(question))
+    with_ram = _with_more_ram(question)
+    yield Change(key="ram", words=_more_ram_in_words(hardware, with_ram.hardware), question=with_ram)
     if question.has_gpu:
         gpus = with_faster_card(hardware.gpus)
         yield Change(
@@ -176,9 +217,15 @@ def changes_of(question: PlanQuestion) -> Iterator[Change]:
 
 def _with_more_ram(question: PlanQuestion) -> PlanQuestion:
     """Returns the question with more host memory, of which the job's budget gets all."""
-    host, budget = question.hardware.host, question.host_memory_nbytes
-    more = with_part(question.hardware, host=with_part(host, memory_gib=host.memory_gib + _MORE_RAM_GIB))
+    more, budget = with_more_ram(question.hardware, _MORE_RAM_GIB), question.host_memory_nbytes
     return replace(question, hardware=more, host_memory_nbytes=None if budget is None else budget + _MORE_RAM_GIB * GIB)
+
+
+def _more_ram_in_words(hardware: Hardware, more: Hardware) -> str:
+    """Names the change, and the rate of the memory where a board runs more of it slower."""
+    rate, now = more.host.memory_gb_per_s, hardware.host.memory_gb_per_s
+    slower = "" if rate == now else f" (all of it at {rate:g} GB/s, now {now:g})"
+    return f"{_MORE_RAM_GIB} GiB more RAM{slower}"
 
 
 def _with_card_memory(question: PlanQuestion, more_gib: float) -> PlanQuestion:

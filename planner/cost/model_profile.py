@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from windlass.engine.memory_plan import ExampleLengths
+from windlass.engine.memory_plan import ATTENTION, ExampleLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,8 @@ class Work:
 
     num_flops: int
     nbytes: int
+    num_attention_flops: int = 0  # those of attention among them
+    num_operators: int = 0  # that have outputs
 
 
 NO_WORK = Work(num_flops=0, nbytes=0)
@@ -37,6 +39,11 @@ class OperatorProfile:
         """The bytes of all outputs."""
         return sum(self.outputs_nbytes)
 
+    @property
+    def is_attention(self) -> bool:
+        """True for PyTorch's attention, whose kernels are slower than matrix products."""
+        return self.name.startswith(f"{ATTENTION}#")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
@@ -44,6 +51,8 @@ class BlockProfile:
 
     numel: int
     num_flops: int  # of the forward pass; backward needs twice as many
+    # Read and written on a CPU by both passes, beside operators' outputs: gradients of params, and logits.
+    moved_nbytes: int = 0
     peak_nbytes: int = 0  # maximum that one of its operations allocates on the device
     forward_s: float | None = None  # measured; None: computed from FLOPs and the device's rate
     backward_s: float | None = None  # ... without recomputation
@@ -100,8 +109,7 @@ class LayerProfile(BlockProfile):
 
     def __post_init__(self) -> None:
         """Adds up the operators' outputs."""
-        work = Work(num_flops=self.num_flops, nbytes=sum(operator.nbytes for operator in self.operators))
-        object.__setattr__(self, "work", work)
+        object.__setattr__(self, "work", replace(_work_of(self.operators), num_flops=self.num_flops))
 
     def sped_up(self, factor: float) -> Self:
         """Returns the profile with times divided by `factor`."""
@@ -121,20 +129,28 @@ class LayerProfile(BlockProfile):
         """
         if not held:
             return self.work
-        num_flops = nbytes = 0
+        recomputed: list[OperatorProfile] = []
         needed: set[int] = set()
         for index in reversed(range(len(self.operators))):
             operator = self.operators[index]
             if (index in needed or operator.is_saved) and operator.name not in held:
-                num_flops += operator.num_flops
-                nbytes += operator.nbytes
+                recomputed.append(operator)
                 needed.update(operator.reads)
-        return Work(num_flops=num_flops, nbytes=nbytes)
+        return _work_of(recomputed)
 
     @property
     def saved_nbytes(self) -> int:
         """The bytes that a layer keeps for backward beside its input, if nothing is recomputed."""
         return sum(operator.nbytes for operator in self.saved)
+
+
+def _work_of(operators: Sequence[OperatorProfile]) -> Work:
+    return Work(
+        num_flops=sum(operator.num_flops for operator in operators),
+        nbytes=sum(operator.nbytes for operator in operators),
+        num_attention_flops=sum(operator.num_flops for operator in operators if operator.is_attention),
+        num_operators=sum(operator.nbytes > 0 for operator in operators),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +159,8 @@ class TimesFacts:
 
     standard_error: float  # of the sum over all blocks, relative
     pace_s: float | None = None  # the machine's pace when they were measured; None: unknown
+    # The share of the cores' time that other processes took meanwhile, if that made the machine a busy one; else 0.
+    others: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +319,7 @@ def for_lengths(widest: ModelProfile, near_mean: ModelProfile, lengths: ExampleL
         faster = measured.sped_up(1 / factor)
         times: dict[str, Any] = {"forward_s": faster.forward_s, "backward_s": faster.backward_s}
         times["norms_s"] = measured.norms_s  # of all params, whatever the width
+        times["moved_nbytes"] = measured.moved_nbytes  # most of it, too
         if isinstance(faster, LayerProfile):
             times["again"] = faster.again
         return replace(profile, num_flops=num_flops, **times)

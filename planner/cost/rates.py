@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from windlass.amounts import GB
+from windlass.storage.ids import Precision
 
 if TYPE_CHECKING:  # `windlass.planner.hardware.hardware` needs pydantic, which the GPU check does without
     from windlass.planner.hardware import Hardware
@@ -18,6 +19,11 @@ _SSD_SERVER_CPU_FACTOR = 1.75
 # If the device is the CPU: compute time lost to copies and updates, divided by the time that they take alone. It is
 # more than 1 because caches and memory are shared, and all cores wait for the one that does other work.
 _CPU_CONTENTION_FACTOR = 2.1
+# The rate of attention on a CPU, divided by that of large matrix products in fp32. Its kernel computes in fp32 with any
+# precision. This and the other constants for CPUs: see decision 61.
+_CPU_ATTENTION_SHARE = 0.7
+# Seconds of one thread for the call of an operator on a CPU, whatever its size.
+_CPU_OPERATOR_S = 20e-6
 # Bytes that an update on the device reads and writes per parameter: master and moments in and out, gradient in.
 _UPDATE_NBYTES = 26
 # Bytes to derive a 16-bit param from its master.
@@ -49,6 +55,9 @@ class Speeds:
     ssd_cpu_s_per_byte: float = 0.0  # core-seconds per byte moved to or from an SSD
     # The device is the CPU: compute, the optimizer and copies share its cores, and its memory is the host's.
     shares_cores: bool = False
+    # What matters on a CPU only: the rate of attention divided by `device_flops`, and the time of each operator's call.
+    attention_share: float = 1.0
+    operator_s: float = 0.0
 
     @property
     def device_rounded_params(self) -> float:
@@ -79,6 +88,7 @@ class Speeds:
             optimizer_params=self.optimizer_params / factor,
             host_memory_bytes=self.host_memory_bytes / factor,
             ssd_cpu_s_per_byte=self.ssd_cpu_s_per_byte * factor,
+            operator_s=self.operator_s * factor,
         )
 
     @property
@@ -100,15 +110,18 @@ class Speeds:
         return self.ssd_write_bytes * self.num_ssds
 
 
-def speeds_of(hardware: "Hardware", num_ranks: int = 1) -> Speeds:
+def speeds_of(hardware: "Hardware", num_ranks: int = 1, precision: Precision | None = None) -> Speeds:
     """Returns the rates of a machine for a job with `num_ranks` GPUs.
 
     If the SSDs have a combined limit, each one gets at most its share of it. So does each GPU of the job that may be
-    behind the same PCIe uplink as others.
+    behind the same PCIe uplink as others. `precision`: of the job; None: that of the profile. It counts where the
+    device is the CPU and its rate in fp32 is known.
     """
-    ssds, flops = hardware.ssds, hardware.gpus.tflops * 1e12
+    ssds, gpus = hardware.ssds, hardware.gpus
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
-    is_cpu = hardware.gpus.count == 0
+    is_cpu = gpus.count == 0
+    fp32_flops = (gpus.fp32_tflops or gpus.tflops) * 1e12
+    flops = fp32_flops if is_cpu and precision is Precision.FP32 else gpus.tflops * 1e12
     memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
     slower = _CPU_CONTENTION_FACTOR if is_cpu else 1.0
     link = slower * _num_sharing(hardware, num_ranks)
@@ -127,6 +140,8 @@ def speeds_of(hardware: "Hardware", num_ranks: int = 1) -> Speeds:
         host_memory_bytes=math.inf if is_cpu else hardware.host.memory_gb_per_s * GB,
         duplex_bytes=math.inf if duplex is None else duplex * GB / _num_sharing(hardware, num_ranks),
         shares_cores=is_cpu,
+        attention_share=min(1.0, _CPU_ATTENTION_SHARE * fp32_flops / flops) if is_cpu else 1.0,
+        operator_s=_CPU_OPERATOR_S if is_cpu else 0.0,
     )
 
 

@@ -27,11 +27,15 @@ Count = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Gpus(Part):
-    """Equal GPUs. `tflops`: 10^12 operations/s of one GPU, in large matrix products in the training precision."""
+    """Equal GPUs. `tflops`: 10^12 operations/s of one GPU, in large matrix products in the training precision.
+
+    `fp32_tflops`: the same in fp32. It counts only if the device is the CPU, for jobs in fp32 and for attention.
+    """
 
     count: Annotated[int, Field(ge=0, le=10_000)]
     memory_gib: Rate
     tflops: Rate
+    fp32_tflops: Rate | None = None
     name: str | None = None
 
 
@@ -89,6 +93,7 @@ _USUAL = {
     "gpus.count": (0, 16),
     "gpus.memory_gib": (1, 1024),
     "gpus.tflops": (0.01, 10_000),
+    "gpus.fp32_tflops": (0.01, 10_000),
     "host.memory_gib": (1, 32_768),
     "host.memory_gb_per_s": (1, 10_000),
     "host.adam_params_per_s": (1e7, 1e12),

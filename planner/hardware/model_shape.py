@@ -11,6 +11,14 @@ from windlass.planner.hardware.yaml_files import Part
 # Limits against typing errors, far beyond any model, because a larger search would not end.
 _MOST_LAYERS = 10_000
 _MOST_NEAR_NAMES = 3
+# Words in names on the hub that tell how a model was trained, or its format. Its shape is the same without them.
+_SAME_SHAPE = frozenset({"base", "chat", "hf", "instruct", "it"})
+# Shapes whose models have another name on the hub, by that name without these words. Other versions have other shapes.
+_NAMES_ON_HUB = {
+    "mistral-7b-v0.3": "mistral-7b",
+    "mistral-large-2407": "mistral-large-123b",
+    "mistral-small-24b-2501": "mistral-small-24b",
+}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -80,11 +88,29 @@ def published_models() -> dict[str, Path]:
     return {path.stem: path for path in (Path(__file__).parent / "models").glob("*.yaml")}
 
 
+def published_model(name: str) -> Path | None:
+    """Returns the shape of a published model by its name here or on the hub; None: it is not known.
+
+    `meta-llama/Llama-3.1-8B-Instruct` has the shape `llama-3.1-8b`. Upper case, the organization, and words for a
+    model's training or format make no difference. A path is no name.
+    """
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        return None
+    plain = _plain_name(name)
+    return published_models().get(_NAMES_ON_HUB.get(plain, plain))
+
+
 def similar_models(name: str) -> list[str]:
     """Returns the published models whose names are near to a name, the nearest first. A Hugging Face id is one, too."""
     names = sorted(published_models())
-    last = name.rpartition("/")[2].lower()
-    if near := difflib.get_close_matches(last, names, n=_MOST_NEAR_NAMES):
+    plain = _plain_name(name)
+    if near := difflib.get_close_matches(plain, names, n=_MOST_NEAR_NAMES):
         return near
-    family = last.partition("-")[0]
+    family = plain.partition("-")[0]
     return [each for each in names if family and each.startswith(family)]
+
+
+def _plain_name(name: str) -> str:
+    """Returns a name without the organization, in lower case, and without words that leave the shape as it is."""
+    words = name.rpartition("/")[2].lower().removeprefix("meta-").split("-")
+    return "-".join(word for word in words if word not in _SAME_SHAPE)

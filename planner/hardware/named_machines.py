@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,10 @@ from windlass.planner.hardware.hardware import Count, Gpus, Hardware, Host, Pcie
 from windlass.planner.hardware.yaml_files import Part, load
 
 _DESKTOPS_FILE = Path(__file__).parent / "desktops.yaml"
+_LEAST_RAM_GIB = 16  # of a desktop; the most is the largest listed size
 # Operations per second of a card that is not known, over those of the card that is there.
 _FASTER_CARD_RATIO = 2.0
+_MAKER = "NVIDIA "  # of the known cards
 # Share of what SSDs read one by one: a combined limit above it is the SSDs' own, one below that of what they share.
 _OWN_LIMIT = 0.9
 
@@ -37,29 +40,50 @@ class Drives(Part):
 
 
 class Desktops(Part):
-    """The sizes of desktop boxes: cards from the slowest to the fastest, and parts by number or by GB of RAM."""
+    """The sizes of desktop boxes: cards from the slowest to the fastest, and parts by number or by GiB of RAM."""
 
     cards: dict[str, Card]
     pcie: dict[int, dict[Count, Pcie]]  # by generation and number of GPUs
-    host: dict[Count, Host]  # by GB of RAM
+    host: dict[Count, Host]  # by GiB of RAM
     ssds: dict[Count, Drives]
+    ssd_endurance_tbw: Rate  # terabytes that one SSD is rated for
 
     def sizes(self, card: Card) -> dict[str, list[int]]:
-        """Returns the values that each part of a name may have; the first is meant if a name leaves it out."""
+        """Returns the usual values of each part of a name; the first is meant if a name leaves it out."""
         return {"gpus": list(self.pcie[card.pcie]), "ram": list(self.host), "ssds": list(self.ssds)}
+
+    def allows(self, card: Card, part: str, value: int) -> bool:
+        """Returns whether a part of a name may have a value. RAM may have sizes that are not listed, too."""
+        return self.has_ram(value) if part == "ram" else value in self.sizes(card)[part]
+
+    def allowed_in_words(self, card: Card, part: str) -> str:
+        """Names the values that a part of a name may have."""
+        if part == "ram":
+            return f"whole numbers of GiB from {_LEAST_RAM_GIB} to {max(self.host)}"
+        return ", ".join(map(str, self.sizes(card)[part]))
+
+    def has_ram(self, gib: float) -> bool:
+        """Returns whether a desktop may have so much RAM."""
+        return _LEAST_RAM_GIB <= gib <= max(self.host)
+
+    def host_with(self, ram_gib: float) -> Host:
+        """Returns the host with so much RAM, at the rates of the least listed size that is as large."""
+        size = min(size for size in self.host if size >= ram_gib)
+        host = self.host[size]
+        return host.model_copy(update={"memory_gib": host.memory_gib + ram_gib - size})
 
     def machine(self, card: Card, *, gpus: int, ram: int, ssds: int) -> Hardware:
         """Returns the profile of one box."""
         return Hardware(
             gpus=Gpus(count=gpus, memory_gib=card.memory_gib, tflops=card.tflops, name=card.name),
-            host=self.host[ram],
+            host=self.host_with(ram),
             pcie=self.pcie[card.pcie][gpus],
             ssds=_ssds_of(ssds, self.ssds[ssds]),
         )
 
 
 def desktop_sizes() -> dict[str, dict[str, list[int]]]:
-    """Returns the values that each part of a desktop's name may have, by card; the first is meant if it is left out."""
+    """Returns the usual values of each part of a desktop's name, by card; the first is meant if it is left out."""
     return {name: desktops().sizes(card) for name, card in desktops().cards.items()}
 
 
@@ -73,59 +97,98 @@ def desktops() -> Desktops:
     return load(Desktops, _DESKTOPS_FILE)
 
 
+def machine_names() -> list[str]:
+    """Returns the names of machines: the desktops by their cards, then the published ones."""
+    return [*desktops().cards, *sorted(example_machines())]
+
+
+def machine_name(name: str) -> str:
+    """Returns a machine's name as lists have it: `rtx4090:ram=128` for `RTX 4090: ram = 128`.
+
+    Upper case, spaces, hyphens and underscores make no difference, and a card may have its maker's name for it.
+
+    Raises:
+        UnknownMachineError: no machine is named so.
+    """
+    first, sizes = _parts_of(name)
+    return first + ":" * bool(sizes) + ",".join(f"{part}={value}" for part, value in sizes.items())
+
+
 def machine_of(name: str) -> Hardware:
     """Returns a published machine, or a desktop box such as `rtx4090:gpus=2,ram=128,ssds=2`.
 
     Raises:
-        UnknownMachineError: the name is neither.
+        UnknownMachineError: the name is neither; see `machine_name` for the forms of a name.
     """
-    first, colon, rest = name.partition(":")
+    first, sizes = _parts_of(name)
     card = desktops().cards.get(first)
     if card is None:
-        published = example_machines()
-        if first not in published:
-            near = difflib.get_close_matches(first, [*published, *desktops().cards], n=2)
-            guess = f"did you mean {' or '.join(near)}? " if near else ""
-            raise UnknownMachineError(f"no machine is named {first}; {guess}{machines_in_words()}")
+        return load(Hardware, example_machines()[first])
+    usual = {part: values[0] for part, values in desktops().sizes(card).items()}
+    return desktops().machine(card, **usual | sizes)
+
+
+def _parts_of(name: str) -> tuple[str, dict[str, int]]:
+    """Returns the name of a card or of a published machine, and the sizes that follow it."""
+    asked, colon, rest = name.partition(":")
+    known = _names_by_letters()
+    first = known.get(_letters(asked))
+    if first is None:
+        near = dict.fromkeys(known[each] for each in difflib.get_close_matches(_letters(asked), known, n=3))
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UnknownMachineError(f"no machine is named {asked}; {guess}{_machines_in_words()}")
+    card = desktops().cards.get(first)
+    if card is None:
         if colon:
             raise UnknownMachineError(f"{name}: {first} has one size; only {', '.join(desktops().cards)} have others")
-        return load(Hardware, published[first])
-    if colon and not rest:
+        return first, {}
+    if colon and not rest.strip():
         raise UnknownMachineError(f"{name}: nothing follows the colon; write {_example(first, card)}")
-    return desktops().machine(card, **_sizes_of(name, card, rest))
+    return first, _sizes_of(name, first, card, rest)
 
 
-def _sizes_of(name: str, card: Card, text: str) -> dict[str, int]:
-    allowed = desktops().sizes(card)
+def _names_by_letters() -> dict[str, str]:
+    cards = desktops().cards
+    makers = {_letters(card.name.removeprefix(prefix)): key for key, card in cards.items() for prefix in ("", _MAKER)}
+    return {_letters(each): each for each in machine_names()} | makers
+
+
+def _letters(name: str) -> str:
+    """Returns a name without upper case and without separators, which users write in different ways."""
+    return re.sub(r"[\s_-]", "", name).casefold()
+
+
+def _sizes_of(name: str, first: str, card: Card, text: str) -> dict[str, int]:
     sizes = dict[str, int]()
     for item in text.split(",") if text else ():
-        key, equals, value = item.partition("=")
-        if key not in allowed or not equals:
+        part, equals, value = (each.strip() for each in item.casefold().partition("="))
+        parts = desktops().sizes(card)
+        if part not in parts or not equals:
             raise UnknownMachineError(
-                f"{name}: {item!r} is not one of {', '.join(f'{each}=…' for each in allowed)}, as in "
-                f"{_example(name.partition(':')[0], card)}"
+                f"{name}: {item!r} is not one of {', '.join(f'{each}=…' for each in parts)}, as in "
+                f"{_example(first, card)}"
             )
-        if key in sizes:
-            raise UnknownMachineError(f"{name}: {key} is given twice")
-        if value not in map(str, allowed[key]):
-            raise UnknownMachineError(f"{name}: {key} is {value!r}; there are {', '.join(map(str, allowed[key]))}")
-        sizes[key] = int(value)
-    return {key: values[0] for key, values in allowed.items()} | sizes
+        if part in sizes:
+            raise UnknownMachineError(f"{name}: {part} is given twice")
+        if not re.fullmatch(r"[0-9]{1,4}", value) or not desktops().allows(card, part, int(value)):
+            allowed = desktops().allowed_in_words(card, part)
+            raise UnknownMachineError(f"{name}: {part} is {value!r}; there are {allowed}")
+        sizes[part] = int(value)
+    return sizes
 
 
 def _example(first: str, card: Card) -> str:
-    return f"{first}:{','.join(f'{key}={values[-1]}' for key, values in desktops().sizes(card).items())}"
+    return f"{first}:{','.join(f'{part}={values[-1]}' for part, values in desktops().sizes(card).items())}"
 
 
-def machines_in_words() -> str:
+def _machines_in_words() -> str:
     """Lists the names of machines, for help texts and errors."""
     cards = desktops().cards
-    sizes = "; ".join(
-        f"{key}={'|'.join(map(str, values))}" for key, values in desktops().sizes(next(iter(cards.values()))).items()
-    )
+    card = next(iter(cards.values()))
+    sizes = "; ".join(f"{part}: {desktops().allowed_in_words(card, part)}" for part in desktops().sizes(card))
     return (
         f"there are the published {', '.join(sorted(example_machines()))}, and desktops with {', '.join(cards)}, in "
-        f"sizes as rtx4090:gpus=2,ram=128,ssds=2 ({sizes}; ram in GB)"
+        f"sizes as rtx4090:gpus=2,ram=128,ssds=2 ({sizes})"
     )
 
 
@@ -136,7 +199,7 @@ def with_faster_card(gpus: Gpus) -> Gpus:
     """
     cards = list(desktops().cards.values())
     for card, faster in itertools.pairwise(cards):
-        if gpus.name is not None and gpus.name.endswith(card.name.removeprefix("NVIDIA ")):
+        if gpus.name is not None and gpus.name.endswith(card.name.removeprefix(_MAKER)):
             update = {"memory_gib": max(faster.memory_gib, gpus.memory_gib), "name": faster.name}
             return gpus.model_copy(update={**update, "tflops": gpus.tflops * faster.tflops / card.tflops})
     return gpus.model_copy(update={"tflops": _FASTER_CARD_RATIO * gpus.tflops, "name": None})
@@ -158,6 +221,21 @@ def with_one_more_gpu(hardware: Hardware) -> Hardware:
     return hardware.model_copy(update={"gpus": gpus.model_copy(update={"count": gpus.count + 1})})
 
 
+def with_more_ram(hardware: Hardware, gib: float) -> Hardware:
+    """Returns a machine with so many GiB of host memory more.
+
+    A desktop that ships with windlass has the rates of its larger size. On another machine the rates stay.
+    """
+    host, known = hardware.host, desktops()
+    listed, smallest = next(iter(known.host.items()))
+    ram_gib = host.memory_gib + listed - smallest.memory_gib  # with what the system keeps
+    if known.has_ram(ram_gib) and known.has_ram(ram_gib + gib) and host == known.host_with(ram_gib):
+        more = known.host_with(ram_gib + gib)
+    else:
+        more = host.model_copy(update={"memory_gib": host.memory_gib + gib})
+    return hardware.model_copy(update={"host": more})
+
+
 def with_more_ssds(hardware: Hardware, number: int) -> Hardware:
     """Returns a machine with so many SSDs more.
 
@@ -166,7 +244,7 @@ def with_more_ssds(hardware: Hardware, number: int) -> Hardware:
     """
     ssds, known = hardware.ssds, desktops().ssds
     count = ssds.count + number
-    if count in known and ssds == _ssds_of(ssds.count, known[ssds.count]):
+    if count in known and _are_of_desktop(ssds):
         return hardware.model_copy(update={"ssds": _ssds_of(count, known[count])})
     update: dict[str, float | None] = {"count": count}
     if ssds.combined_gb_per_s is not None and _is_own_limit(ssds):
@@ -178,6 +256,16 @@ def limit_in_words(ssds: Ssds, more: Ssds) -> str:
     """Says that more SSDs keep the limit on all of them together, for the end of a phrase; "" if they do not."""
     limit = more.combined_gb_per_s
     return "" if limit is None or limit != ssds.combined_gb_per_s else f" (together at most {limit:g} GB/s, as now)"
+
+
+def endurance_tbw_of(ssds: Ssds) -> float | None:
+    """Returns the terabytes that one SSD is rated for. None: unknown, because they are not those of a desktop."""
+    return desktops().ssd_endurance_tbw if _are_of_desktop(ssds) else None
+
+
+def _are_of_desktop(ssds: Ssds) -> bool:
+    known = desktops().ssds
+    return ssds.count in known and ssds == _ssds_of(ssds.count, known[ssds.count])
 
 
 def _is_own_limit(ssds: Ssds) -> bool:

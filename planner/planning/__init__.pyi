@@ -17,6 +17,7 @@ from windlass.planner.planning.limits import find as find
 from windlass.planner.planning.measuring_first import TimesLackError as TimesLackError
 from windlass.planner.planning.measuring_first import lacking_times as lacking_times
 from windlass.planner.planning.measuring_first import measure_all as measure_all
+from windlass.planner.planning.measuring_first import with_measuring_s as with_measuring_s
 from windlass.planner.planning.planner import Planned as Planned
 from windlass.planner.planning.planner import answer as answer
 from windlass.planner.planning.process import AbandonedError as AbandonedError

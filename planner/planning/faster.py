@@ -38,7 +38,9 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
                 duplex_gb_per_s=None if pcie.duplex_gb_per_s is None else 2 * pcie.duplex_gb_per_s,
             )
         },
-        "a GPU that computes twice as fast": {"gpus": with_part(gpus, tflops=2 * gpus.tflops)},
+        "a GPU that computes twice as fast": {
+            "gpus": with_part(gpus, tflops=2 * gpus.tflops, fp32_tflops=gpus.fp32_tflops and 2 * gpus.fp32_tflops)
+        },
     }
     reasons = []
     for words, update in twice.items():
@@ -61,10 +63,8 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
 def _least_bound(question: PlanQuestion, job: PlannedJob, solution: Solution) -> Solution:
     """Returns the best plan by the cost model: with other hardware, too, the plans are compared by it.
 
-    A plan that swaps activations to the SSDs may have been chosen because it waits less.
+    The job's own plan may have been chosen because it waits less.
     """
-    if not solution.placement.ssd_activation_nbytes:
-        return solution
     try:
         return search((job,), question.speeds, question.limits, below=solution.cost, worth=_NEAR).best
     except DoesNotFitError:

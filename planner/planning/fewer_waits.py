@@ -7,13 +7,14 @@ import math
 from dataclasses import replace
 
 from windlass.engine.memory_plan import most_passing_blocks
+from windlass.planner.cost import Speeds
 from windlass.planner.question import PlanQuestion, Profiles, counted, solve_kind_exactly
 from windlass.planner.solver import Solution, depths_to_try, solution_of
 
 # Share of a step. Plans that wait less are tried if the step is longer than the cost model's bound by more.
 _LEAST_WAIT = 0.03
 # If a plan that swaps activations to the SSDs waits, plans are tried that let the SSDs be busy for these shares of the
-# time that it does.
+# time that it does. The same for the links.
 BUSY_SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1)
 # If a plan waits and gradients of fewer typical blocks may wait for their update, it is also tried with so many.
 _MORE_PASSING = 8
@@ -70,9 +71,24 @@ def with_idle_ssds(question: PlanQuestion, profiles: Profiles, busy: Solution, s
     slower = replace(
         speeds, ssd_read_bytes=factor * speeds.ssd_read_bytes, ssd_write_bytes=factor * speeds.ssd_write_bytes
     )
+    return _solved_for(question, profiles, busy, slower)
+
+
+def with_idle_links(question: PlanQuestion, profiles: Profiles, busy: Solution, share: float) -> Solution | None:
+    """Returns the same for the links to the GPUs, which also move states that could be on the device."""
+    speeds, busy_s = busy.costs.speeds, max(busy.busy_s["h2d"], busy.busy_s["d2h"])
+    factor = share * busy_s / busy.step_s
+    if speeds.shares_cores or not factor:
+        return None
+    slower = replace(speeds, h2d_bytes=factor * speeds.h2d_bytes, d2h_bytes=factor * speeds.d2h_bytes)
+    return _solved_for(question, profiles, busy, slower)
+
+
+def _solved_for(question: PlanQuestion, profiles: Profiles, busy: Solution, slower: Speeds) -> Solution | None:
+    """Returns the best plan of the same kind on a slower machine, as it is on the job's. None: it does not fit."""
     found = solve_kind_exactly(question, replace(busy.kind, speeds=slower, limits=question.limits), profiles)
     if found is None:
         return None
-    costs = replace(found.costs, speeds=speeds)
+    costs, kind = (replace(each, speeds=busy.costs.speeds) for each in (found.costs, found.kind))
     solution, excess = counted(question, profiles, solution_of(costs, found.placement, found.plan.arena_nbytes))
-    return None if excess > 0 else solution
+    return None if excess > 0 else replace(solution, kind=kind)

@@ -12,7 +12,8 @@ from typing import Any
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import example_lengths
 from windlass.engine.memory_plan import ExampleLengths
-from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
+from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus, questions_by_number
+from windlass.planner.planning.measuring_first import lacking_times, with_measuring_s
 from windlass.planner.planning.planner import Planned, answer, planned
 from windlass.planner.planning.process import CannotBePlannedError
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
@@ -39,14 +40,15 @@ def plan_job(
     folder: Path,
     marker: Path | None = None,
     kept_shapes: KeptShapes | None = None,
-    with_what_if: Callable[[PlanQuestion, Planned, Callable[[], None]], Planned] | None = None,
+    with_what_if: Callable[[PlanQuestion, Planned, Watcher], Planned] | None = None,
     watcher: Watcher = NOBODY,
+    is_alone: Callable[[], bool] | None = None,
 ) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
     `kept_shapes`: of earlier plans in this process. `with_what_if`: adds answers for changes, if the request asks so.
-    `watcher`: see `watcher_of`.
+    `watcher`: see `watcher_of`. `is_alone`: see `question_of`.
 
     Raises:
         UnsupportedArchitectureError, UnusableConfigError: the model cannot be planned for.
@@ -55,13 +57,18 @@ def plan_job(
         CannotBePlannedError: too few steps were measured, or the running job's plan lacks values.
         TimesLackError: times lack that another process is to measure.
     """
-    question = question_of(request, read_config(request.model_dir, request.training.sequence_length), marker)
-    question = replace(question, kept_shapes=kept_shapes)
+    config = read_config(request.model_dir, request.training.sequence_length)
+    question = question_of(request, config, marker, is_alone)
+    question = replace(question, kept_shapes=kept_shapes or KeptShapes())
     if request.running is not None:
         return _plan_again(question, request.running)
     chosen = choose_gpus(question, watcher) if request.chooses_ranks else ChosenGpus(planned=answer(question, watcher))
+    if question.leaves_unmeasured:
+        needs = lacking_times(questions_by_number(question), Profiles(question))
+        report = with_measuring_s(chosen.planned.report, needs)
+        chosen = replace(chosen, planned=replace(chosen.planned, report=report))
     if request.what_if and with_what_if is not None:
-        chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher.check))
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher))
     found, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
@@ -84,22 +91,30 @@ def watcher_of(tell: Callable[[JobPlan], None] | None, check: Callable[[], None]
         if solution.step_s < least_s[is_first]:
             least_s[is_first] = solution.step_s
             plan = _job_plan(planned(question, solution.costs.job, solution, profiles, advises=False))
-            tell(plan.model_copy(update={"to_be_measured": True}) if is_first else plan)
+            will_be_measured = is_first and not question.leaves_unmeasured
+            tell(plan.model_copy(update={"to_be_measured": True}) if will_be_measured else plan)
 
     return Watcher(see_estimate=see_estimate, check=check)
 
 
-def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -> PlanQuestion:
+def question_of(
+    request: PlanRequest, config: Any, marker: Path | None = None, is_alone: Callable[[], bool] | None = None
+) -> PlanQuestion:
     """Builds the planner's question about a model.
 
     `config`: a transformers config, or one that is not loaded yet. `marker`: a file to be there while blocks of the
-    model are measured.
+    model are measured. `is_alone`: returns whether no other job computes on this machine now; None: as the request
+    says.
     """
     kept_times = None
     if request.kept_times_dir is not None:
         machine = request.hardware.model_dump(mode="json") | {"num_threads": request.compute_threads}
         kept_times = TimingCache(
-            folder=request.kept_times_dir, machine=machine, is_alone=request.is_alone, marker=marker
+            folder=request.kept_times_dir,
+            machine=machine,
+            is_alone=is_alone or (lambda: request.is_alone),
+            takes_lapsed=not request.measures,
+            marker=marker,
         )
     past = None
     if request.kept_times_dir is not None and request.compute_threads is not None:
@@ -120,6 +135,7 @@ def question_of(request: PlanRequest, config: Any, marker: Path | None = None) -
         device_memory_nbytes=request.device_memory_nbytes,
         measures=request.measures,
         measures_apart=request.measures_apart,
+        leaves_unmeasured=request.leaves_unmeasured,
         measure_threads=request.compute_threads,
         kept_times=kept_times,
         past=past,

@@ -23,6 +23,7 @@ from windlass.planner.question import (
     at_pace,
     report_of,
     slowdown_of,
+    told_of_others,
     told_of_pace,
     with_errors,
     with_limits,
@@ -44,8 +45,7 @@ def answer(question: PlanQuestion, watcher: Watcher = NOBODY) -> Planned:
 
     Raises TimesLackError if another process is to measure the model's blocks first.
     """
-    profiles = Profiles(question)
-    measure_first([question], profiles, watcher)
+    profiles = measure_first([question], Profiles(question), watcher)
     try:
         job, solution, step_s = fastest_plan(question, profiles, watcher)
     except DoesNotFitError:
@@ -88,6 +88,7 @@ def planned(
         # Simulated for the pace of the measured blocks. What waits take of a step stays the same share.
         step_s *= now.step_s / solution.step_s
     report = told_of_pace(report_of(job, now, is_cpu=not question.has_gpu, step_s=step_s), slowdown)
+    report = told_of_others(question, job, report)
     report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
     report = with_errors(question, job, report)
     if advises:

@@ -12,6 +12,7 @@ from windlass.planner.planning.fewer_waits import (
     BUSY_SHARES,
     waits,
     with_deeper_queues,
+    with_idle_links,
     with_idle_ssds,
     with_more_passing,
 )
@@ -25,11 +26,16 @@ _NEAR = 0.02
 # Share of a step. If two plans differ by less, something that both use alike bounds them, and the others too.
 _ALIKE = 1e-3
 # Share of a step. If all plans of the other order, or place of kept gradients, are slower by more, none of their kinds
-# is faster.
+# is faster. If a plan is slower than the best one's bound by more, that one is tried with fewer waits, too.
 _FAR = 0.1
 # Share of a step. The simulation of a plan ends early once its step is longer by more than this than that of another
 # plan, if the rest takes as long as in the step before. So much less it may take.
 _SURE = 1.5e-2
+# Share of a step: plans that are faster by less are not looked for.
+_WORTH = 5e-3
+# Share of a step by which the cost model's bound may grow if more gradients may wait for their update. Plans whose
+# bound grows by no more are simulated with so many: the bound does not count that updates come unevenly.
+_ROOM = 0.03
 # The number of plans with ever fewer swapped activations that are no faster, one after the other, before the last one.
 _MOST_SLOWER = 2
 
@@ -117,6 +123,11 @@ def fastest_plan(
     simulations = _Simulations(question=question, profiles=profiles, watcher=watcher)
     busy, busy_s = _fastest_of(found, simulations)
     fastest, step_s = _with_fewer_waits(busy, simulations)
+    if step_s > (1 + _FAR) * found.best.step_s and _kind_of(busy) != _kind_of(found.best):
+        # All wait so much that which one waits least says little.
+        rival, rival_s = _with_fewer_waits(found.best, simulations)
+        if rival_s < step_s:
+            fastest, step_s = rival, rival_s
     if fastest.costs.job.keeps_grads and waits(found.best.step_s, step_s):
         # Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
         order, best = fastest.costs.job.update_order, found.best.costs
@@ -150,13 +161,14 @@ def _fastest_of(found: Found, simulations: _Simulations, below_s: float = math.i
     """
     question, profiles = simulations.question, simulations.profiles
     fastest, step_s, is_best_left = found.best, math.inf, True
+    plain_of_fastest, with_less_room = found.best, list[Solution]()
     # Fewer micro-batches are simulated in less time, and end the simulations of more of them early.
     left = deque(sorted((found.best, *found.others[:_NUM_OTHERS]), key=_num_microbatches))
     while left:
         solution = left.popleft()
         if solution is found.best:
             is_best_left = False
-        if solution.step_s >= step_s:
+        if solution.step_s >= (1 - _WORTH) * step_s:
             continue
         if solution is not found.best:
             kind = solution.kind
@@ -171,14 +183,25 @@ def _fastest_of(found: Found, simulations: _Simulations, below_s: float = math.i
                 if fitting is None:
                     continue
                 solution = fitting
+        plain = solution
+        below_room_s = min(step_s, (1 + _ROOM) * solution.step_s)
+        if (with_room := with_more_passing(question, profiles, solution, below_room_s)) is not None:
+            with_less_room.append(plain)
+            solution = with_room
         num_simulated = simulations.number
         solution_s = simulations.step_of(solution, min(step_s, (1 + _FAR) * below_s))
         is_new = simulations.number > num_simulated
         is_alike = is_new and step_s < math.inf and abs(solution_s - step_s) <= _ALIKE * step_s
         if solution_s < step_s:
-            fastest, step_s = solution, solution_s
+            fastest, step_s, plain_of_fastest = solution, solution_s, plain
         if is_alike and not is_best_left:
             break
+    # Where SSDs or optimizers are busy all the time, nothing is faster if more gradients wait for them.
+    for plain in (plain_of_fastest, *sorted(with_less_room, key=lambda each: each.step_s)[:1]):
+        if plain.step_s < (1 - _WORTH) * step_s:
+            plain_s = simulations.step_of(plain, min(step_s, (1 + _FAR) * below_s))
+            if plain_s < step_s:
+                fastest, step_s = plain, plain_s
     return fastest, step_s
 
 
@@ -197,18 +220,42 @@ def _with_fewer_waits(busy: Solution, simulations: _Simulations) -> tuple[Soluti
         busy, step_s = deeper, deeper_s
     if waits(busy.step_s, step_s) and (more := with_more_passing(question, profiles, busy, step_s)) is not None:
         busy = min(busy, more, key=lambda each: simulations.step_of(each, step_s))
+    for with_idle in (with_idle_ssds, with_idle_links):
+        busy = _with_idle(busy, simulations, with_idle)
+    return busy, simulations.step_of(busy)
+
+
+def _with_idle(
+    busy: Solution,
+    simulations: _Simulations,
+    with_idle: Callable[[PlanQuestion, Profiles, Solution, float], Solution | None],
+) -> Solution:
+    """Returns the fastest of a plan and those that use something for ever smaller shares of the time that it does."""
     fastest, step_s, num_slower = busy, simulations.step_of(busy), 0
     for share in BUSY_SHARES:
         if num_slower == _MOST_SLOWER or not waits(fastest.step_s, step_s):
             break
-        solution = with_idle_ssds(question, profiles, busy, share)
+        solution = with_idle(simulations.question, simulations.profiles, busy, share)
         if solution is None or solution.step_s >= step_s:
             break
         solution_s = simulations.step_of(solution, step_s)
         num_slower = 0 if solution_s < step_s else num_slower + 1
         if solution_s < step_s:
             fastest, step_s = solution, solution_s
-    return fastest, step_s
+    return fastest
+
+
+def _kind_of(solution: Solution) -> tuple[object, ...]:
+    """Returns the choices of a plan that do not change while one that waits less is looked for."""
+    costs, job = solution.costs, solution.costs.job
+    return (
+        job.num_microbatches,
+        job.update_order,
+        job.cut,
+        costs.group_size,
+        costs.spills,
+        *costs.saver_of_device_memory,
+    )
 
 
 def _is_same_plan(one: Solution, other: Solution) -> bool:

@@ -1,5 +1,7 @@
 """Says how sure a prediction is, and corrects the planner's rates by measured steps."""
 
+from windlass.planner.predictions.confidence import CPU_SPREAD as CPU_SPREAD
+from windlass.planner.predictions.confidence import CPU_SPREAD_OF_ONE_RATE as CPU_SPREAD_OF_ONE_RATE
 from windlass.planner.predictions.confidence import StepInterval as StepInterval
 from windlass.planner.predictions.confidence import TimesFrom as TimesFrom
 from windlass.planner.predictions.confidence import interval_in_words as interval_in_words

@@ -33,7 +33,10 @@ class TimesFrom(StrEnum):
 
 
 # Standard deviation of the errors. Steps and blocks: of 18 jobs of `python -m benchmarks.planner` (2026-11-23), 0.08,
-# most of it by changes of a virtual machine's pace. Rates: an assumption, because no plan by rates alone was compared.
+# most of it by changes of a virtual machine's pace. Rates: an assumption, because no plan by a GPU's rates was
+# compared. Where the device is the CPU, decision 61 compared 18 on one machine; other CPUs may have other ratios of
+# rates. A profile with one rate of matrix products may have it of another precision than the job's.
+CPU_SPREAD, CPU_SPREAD_OF_ONE_RATE = 0.35, 0.7
 _ASSUMED = {TimesFrom.STEPS: 0.06, TimesFrom.BLOCKS: 0.08, TimesFrom.RATES: 0.25}
 
 
@@ -48,19 +51,29 @@ class StepInterval:
 
 
 def step_interval(
-    step_s: float, times_from: TimesFrom, *, errors: Sequence[float] = (), standard_error: float = 0.0
+    step_s: float,
+    times_from: TimesFrom,
+    *,
+    errors: Sequence[float] = (),
+    standard_error: float = 0.0,
+    others: float = 0.0,
+    spread: float | None = None,
 ) -> StepInterval:
     """Returns the interval of a predicted step time.
 
     `errors`: measured over predicted step times of this machine's finished jobs. `standard_error`: relative, of the
-    measured blocks' sum; it adds to what is known from other jobs.
+    measured blocks' sum; it adds to what is known from other jobs. `others`: share of the cores' time that other
+    processes took while blocks were measured. Without them a step may take less by as much. `spread`: standard
+    deviation of the errors as long as few jobs are known; None: that of `times_from`.
     """
     squares = [min(abs(log(error)), _MAX_LOG_ERROR) ** 2 for error in errors]
     num_others = max(0, _NUM_OWN - len(squares))
     num_degrees = num_others + len(squares)
-    log_variance = (num_others * _ASSUMED[times_from] ** 2 + sum(squares)) / num_degrees
+    assumed = _ASSUMED[times_from] if spread is None else spread
+    log_variance = (num_others * assumed**2 + sum(squares)) / num_degrees
     factor = factor_of_nine_in_ten(log_variance + standard_error**2, num_degrees)
-    return StepInterval(low_s=step_s / factor, high_s=step_s * factor, times_from=times_from, num_compared=len(squares))
+    low_s = (1 - others) * step_s / factor
+    return StepInterval(low_s=low_s, high_s=step_s * factor, times_from=times_from, num_compared=len(squares))
 
 
 def interval_in_words(low_s: float, high_s: float, times_from: str, num_compared: int) -> str:

@@ -9,6 +9,12 @@ from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelP
 # Relative standard error above which other work ran while blocks were measured.
 LARGEST_ERROR = 0.05
 
+# Seconds after which no further round of a measurement begins if two agree, unless the caller gives others.
+MAX_S = 8.0
+# Of a pass: a longer one is measured twice with all kept; recomputation counts as a forward pass.
+LONG_S = 20.0
+_NUM_PASSES = 9  # of a measurement whose time is over after two rounds of four passes each
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
@@ -32,6 +38,12 @@ class MeasuredBlocks:
 
     times: dict[int, BlockTimes]
     standard_error: float  # of the sum over all blocks, relative; large if other work ran meanwhile
+    others: float = 0.0  # share of the cores' time that other processes took; 0 on a GPU, which does not share them
+
+
+def measuring_s(pass_s: float) -> float:
+    """Returns about the seconds that a measurement takes. `pass_s`: of one forward and backward pass."""
+    return 2 * pass_s if pass_s > LONG_S else max(MAX_S, _NUM_PASSES * pass_s)
 
 
 def with_times(profile: ModelProfile, times: Mapping[int, BlockTimes]) -> ModelProfile:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -19,13 +20,22 @@ import numpy as np
 _MATRIX_SIZE = 64
 _NUM_MATRICES = 512
 _COPY_NBYTES = 32 << 20
+_STAT = Path("/proc/stat")
 _NUM_ROUNDS = 5  # of which the median counts
-# The share of the cores' time that other processes may take meanwhile. With more, the pace is not that of the machine.
-_MAX_OTHERS = 0.1
+# The share of the cores' time that other processes may take during a measurement. With more, the machine is busy.
+MAX_OTHERS = 0.1
 # Seconds for which a pace is used again.
 _KEPT_S = 60.0
 # Relative change below which a pace counts as the same: within it, the measurement itself varies.
 _MIN_CHANGE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The seconds of the fixed work, and the share of the cores' time that other processes took meanwhile."""
+
+    seconds: float
+    others: float = 0.0
 
 
 class MachinePace:
@@ -33,21 +43,26 @@ class MachinePace:
 
     def __init__(
         self,
-        measure: Callable[[], float | None],
+        measure: Callable[[], Pace],
         clock: Callable[[], float] = time.monotonic,
         *,
         kept_s: float = _KEPT_S,
     ) -> None:
         """`kept_s`: seconds for which a pace is used again, and for which a machine that was busy counts as busy."""
         self._measure, self._clock, self._kept_s = measure, clock, kept_s
-        self._pace_s: float | None = None
+        self._pace: Pace | None = None
         self._measured_at_s = -math.inf
+
+    def now(self) -> Pace:
+        """Returns the pace now. While other processes work, it is not that of the machine."""
+        if self._pace is None or self._clock() - self._measured_at_s >= self._kept_s:
+            self._pace, self._measured_at_s = self._measure(), self._clock()
+        return self._pace
 
     def now_s(self) -> float | None:
         """Returns the seconds of the fixed work now, or None while other work runs on the machine."""
-        if self._clock() - self._measured_at_s >= self._kept_s:
-            self._pace_s, self._measured_at_s = self._measure(), self._clock()
-        return self._pace_s
+        now = self.now()
+        return None if now.others > MAX_OTHERS else now.seconds
 
     def slowdown(self, earlier_s: float | None) -> float:
         """Returns the factor by which the machine is slower now than at `earlier_s`; 1 if it is unknown or small."""
@@ -68,21 +83,29 @@ def pace_of_an_answer() -> MachinePace:
 
     So all parts of an answer have one pace, whatever the machine does while they are found.
     """
-    return MachinePace(lambda: this_machine().now_s(), kept_s=math.inf)
+    return MachinePace(lambda: this_machine().now(), kept_s=math.inf)
 
 
-def measure_pace() -> float | None:
-    """Returns the seconds of the fixed work, or None if other processes took part of the cores meanwhile."""
-    num_cores = len(os.sched_getaffinity(0))
-    others_before_s, start_s = _others_s(), time.perf_counter()
+def measure_pace() -> Pace:
+    """Measures the pace in a fifth of a second."""
+    num_cores, others = len(os.sched_getaffinity(0)), OtherWork()
     with ThreadPoolExecutor(num_cores) as pool:
         works = [_Work() for _ in range(num_cores)]
         products_s = _round_s(pool, [work.multiply for work in works])
         copies_s = _round_s(pool, [work.copy for work in works])
-    elapsed_s = time.perf_counter() - start_s
-    if _others_s() - others_before_s > _MAX_OTHERS * num_cores * elapsed_s:
-        return None
-    return math.sqrt(products_s * copies_s)
+    return Pace(seconds=math.sqrt(products_s * copies_s), others=others.share())
+
+
+class OtherWork:
+    """The work of other processes, from the making of this object on."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._others_s = time.perf_counter(), _others_s()
+
+    def share(self) -> float:
+        """Returns their share of the time of this process's cores; 0 where the system does not tell."""
+        cores_s = len(os.sched_getaffinity(0)) * (time.perf_counter() - self._begin_s)
+        return min(max((_others_s() - self._others_s) / cores_s, 0.0), 1.0)
 
 
 class _Work:
@@ -113,11 +136,15 @@ def _round_s(pool: ThreadPoolExecutor, works: list[Callable[[], None]]) -> float
 
 
 def _others_s() -> float:
-    """Returns the core seconds that all other processes have taken so far, or 0 where the system does not tell."""
+    """Returns the seconds of this process's cores that all other processes have taken so far; 0 if it is not known."""
     try:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        lines = _STAT.read_text().splitlines()
     except OSError:
         return 0.0
-    user, nice, system, _idle, _wait, irq, soft_irq = (int(field) for field in fields[:7])
+    cores, ticks = {f"cpu{core}" for core in os.sched_getaffinity(0)}, 0
+    for core, _, fields in (line.partition(" ") for line in lines):
+        if core in cores:
+            user, nice, system, _idle, _wait, irq, soft_irq = map(int, fields.split()[:7])
+            ticks += user + nice + system + irq + soft_irq
     own = os.times()
-    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+    return ticks / os.sysconf("SC_CLK_TCK") - own.user - own.system

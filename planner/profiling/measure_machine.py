@@ -35,6 +35,7 @@ class MachineRates:
     num_devices: int  # GPUs; 0: the device is the CPU
     device_nbytes: int | None  # its memory; None: that of the host
     flops: float  # in large matrix products in the training precision
+    fp32_flops: float | None  # the same in fp32, if the device is the CPU
     h2d_bytes: float  # on a CPU: by the one thread that copies in a job
     d2h_bytes: float
     duplex_bytes: float  # both directions at once, summed
@@ -66,11 +67,13 @@ def measure(
         adam_params = _adam_params(kernel_dir, kernel)
     torch.set_num_threads(all_threads)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    flops = _flops(device, precision)
     return MachineRates(
         device=properties.name if properties else "CPU",
         num_devices=torch.cuda.device_count() if properties else 0,
         device_nbytes=properties.total_memory if properties else None,
-        flops=_flops(device, precision),
+        flops=flops,
+        fp32_flops=None if properties else flops if precision is Precision.FP32 else _flops(device, Precision.FP32),
         h2d_bytes=h2d,
         d2h_bytes=d2h,
         duplex_bytes=duplex,

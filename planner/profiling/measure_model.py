@@ -23,19 +23,18 @@ from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, TimesFacts, holding_ways
-from windlass.planner.profiling.block_times import LARGEST_ERROR, BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import LARGEST_ERROR, LONG_S, MAX_S, BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.machine_pace import OtherWork
 from windlass.planner.profiling.profiled_facts import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Rounds are repeated until the standard error of the mean is low, or the time is over, because a machine's pace varies.
 _USUAL_ROUNDS = 3  # minimum number of rounds
-_LONG_S = 20.0  # of a pass: a longer one is measured twice with all kept; recomputation counts as a forward pass
 _LONGEST_S = 240.0  # of a pass: a longer one is the only one, because a measurement may take ten minutes
 _STANDARD_ERROR = 0.01  # relative error below which rounds end
 # Relative error that a single round is assumed to have: as much as an estimate by rates, and more than times may have
 # that are stored for good. A busy machine is slow, so it is the one on which only one round fits.
 _UNKNOWN_ERROR = 0.25
-_MAX_S = 8.0  # seconds after which no further round begins if two agree, unless the caller gives others
 # A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
 # this many bytes of activations together.
 _MIN_ACTIVATIONS_NBYTES = 128 << 20
@@ -75,7 +74,7 @@ def measure_blocks(
         has_lanes=has_lanes,
         grad_precision=grad_precision,
         head_slices=head_slices,
-    ).measure(_MAX_S if max_s is None else max_s)
+    ).measure(MAX_S if max_s is None else max_s)
 
 
 class BlockBench:
@@ -110,7 +109,9 @@ class BlockBench:
 
     def measure(self, max_s: float) -> MeasuredBlocks:
         """Repeats rounds until they are enough. Returns the times of each block."""
-        return self.times_of(self._rounds(max_s))
+        work = OtherWork()
+        measured = self.times_of(self._rounds(max_s))
+        return replace(measured, others=work.share()) if self._device.type == "cpu" else measured
 
     def times_of(self, rounds: Sequence[Round]) -> MeasuredBlocks:
         """Returns the mean times of each block; equal layers share the times measured for their kind."""
@@ -134,7 +135,7 @@ class BlockBench:
         start_s = time.perf_counter()
         first = self._pass(self._choices[0])
         pass_s = time.perf_counter() - start_s
-        if pass_s > _LONG_S:
+        if pass_s > LONG_S:
             return [[first]] if pass_s > _LONGEST_S else [[first], [self._pass(self._choices[0])]]
         rounds = [self.round(), self.round()]
         # The first round includes one-time work: on a GPU it can take seconds. It counts if the time is over after two

@@ -4,13 +4,19 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from windlass.engine.memory_estimate import ModelFacts, Passes
-from windlass.engine.memory_plan import ATTENTION, NUM_PIECE_BUFFERS, cut_layers
+from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, cut_layers
 from windlass.engine.model import BlockLayout, ModelLayout
 from windlass.planner.cost import BlockProfile, LayerProfile, ModelProfile, OperatorProfile
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
 
 # Tokens: the width to which an attention kernel on a GPU pads. Source: torch's memory-efficient attention, `kAlignLSE`.
 _PADDED_TOKENS = 32
+# Bytes that a backward pass reads and writes for the gradient of a param: to make it, to add it to a sum in its buffer,
+# and to compute its norm.
+_GRAD_NBYTES = 16
+# Bytes of a logit and of its log-probability in the loss's precision. These and the logit itself are written and read
+# in the forward pass, and in the backward pass twice.
+_LOSS_NBYTES, _NUM_LOGIT_MOVES = 8, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +90,17 @@ def profile_of(
         name=facts.name,
         num_examples=num_examples,
         num_tokens=num_tokens,
-        embedding=BlockProfile(numel=layout.blocks[0].numel, num_flops=0, peak_nbytes=peaks[0]),
+        embedding=BlockProfile(
+            numel=layout.blocks[0].numel,
+            num_flops=0,
+            moved_nbytes=_GRAD_NBYTES * layout.blocks[0].numel,
+            peak_nbytes=peaks[0],
+        ),
         layers=tuple(layers[block] for block in sorted(layers)),
         head=BlockProfile(
             numel=layout.blocks[-1].numel,
             num_flops=2 * facts.head_matrix_numel * num_examples * num_tokens,
+            moved_nbytes=_head_moved_nbytes(facts, num_examples * num_tokens),
             peak_nbytes=needs.head_peak_nbytes,
         ),
         shared=layout.shared,
@@ -107,6 +119,7 @@ def _layer(
     return LayerProfile(
         numel=layout.numel,
         num_flops=sum(operator.num_flops for operator in operators),
+        moved_nbytes=_GRAD_NBYTES * layout.numel,
         peak_nbytes=peaks[block],
         saves_input=layer.saves_input,
         input_nbytes=num_examples * num_tokens * facts.hidden_size * facts.precision.itemsize,
@@ -115,6 +128,13 @@ def _layer(
         last_pieces_numel=last,
         operators=operators,
     )
+
+
+def _head_moved_nbytes(facts: ProfiledFacts, num_tokens: int) -> int:
+    """Returns `moved_nbytes` of the head: the gradients of its matrices, which may be the embedding's, and logits."""
+    num_logits = num_tokens * facts.head_matrix_numel // facts.hidden_size
+    logit_nbytes = _NUM_LOGIT_MOVES * (facts.precision.itemsize + _LOSS_NBYTES)
+    return _GRAD_NBYTES * facts.head_matrix_numel + logit_nbytes * num_logits
 
 
 def _staying_numels(layout: BlockLayout) -> tuple[int, int]:
@@ -127,7 +147,7 @@ def _staying_numels(layout: BlockLayout) -> tuple[int, int]:
 
 def on_gpu(operator: OperatorProfile, num_tokens: int) -> OperatorProfile:
     """Counts attention outputs for a GPU, where kernels pad the tokens of the second one: it has sums for each head."""
-    if not operator.name.startswith(f"{ATTENTION}#"):
+    if not operator.is_attention:
         return operator
     output, *others = operator.outputs_nbytes
     padded = -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS

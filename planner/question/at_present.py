@@ -1,11 +1,12 @@
-"""Adds to a plan what is known of this machine now: its pace, and the errors of its earlier predictions."""
+"""Adds to a plan what is known of this machine: its pace, its other work, and the errors of its earlier predictions."""
 
 from dataclasses import replace
 
-from windlass.planner.predictions import TimesFrom, step_interval
+from windlass.planner.predictions import CPU_SPREAD, CPU_SPREAD_OF_ONE_RATE, TimesFrom, step_interval
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport, with_interval
 from windlass.planner.solver import PlannedJob, Solution, solution_of
+from windlass.storage.ids import Precision
 
 
 def slowdown_of(question: PlanQuestion, job: PlannedJob) -> float:
@@ -50,6 +51,17 @@ def told_of_pace(report: PlanReport, slowdown: float) -> PlanReport:
     return replace(report, reasons=(*report.reasons, told))
 
 
+def told_of_others(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> PlanReport:
+    """Returns the report with a sentence about other work, if the job's blocks were measured beside much of it."""
+    if not (others := _others_of(question, job)):
+        return report
+    told = (
+        f"other processes took {others:.0%} of the cores while the model's blocks were measured, so a step may "
+        "take less without them; blocks are measured again when less runs"
+    )
+    return replace(report, reasons=(*report.reasons, told))
+
+
 def with_errors(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> PlanReport:
     """Returns the report with the interval of the step time, by the errors of earlier predictions."""
     times, errors = job.model.times, tuple[float, ...]()
@@ -58,5 +70,25 @@ def with_errors(question: PlanQuestion, job: PlannedJob, report: PlanReport) -> 
     if question.past is not None:
         errors = tuple(question.past.errors(times_from))
     assert report.step_s is not None, "it fits"
-    standard_error = 0.0 if times is None else times.standard_error
-    return with_interval(report, step_interval(report.step_s, times_from, errors=errors, standard_error=standard_error))
+    interval = step_interval(
+        report.step_s,
+        times_from,
+        errors=errors,
+        standard_error=0.0 if times is None else times.standard_error,
+        others=_others_of(question, job),
+        spread=_spread_on_cpu(question) if times_from is TimesFrom.RATES and not question.has_gpu else None,
+    )
+    return with_interval(report, interval)
+
+
+def _spread_on_cpu(question: PlanQuestion) -> float:
+    """Returns the spread of predictions by rates: larger if that of the job's precision may not be known."""
+    gpus, is_fp32 = question.hardware.gpus, question.training.precision is Precision.FP32
+    is_known = gpus.fp32_tflops is not None and (is_fp32 or gpus.fp32_tflops != gpus.tflops)
+    return CPU_SPREAD if is_known else CPU_SPREAD_OF_ONE_RATE
+
+
+def _others_of(question: PlanQuestion, job: PlannedJob) -> float:
+    """Returns the share of the cores that other processes took while blocks were measured; 0 if no such times count."""
+    times = job.model.times
+    return 0.0 if times is None or question.correction.block_s else times.others

@@ -53,8 +53,11 @@ class PlanRequest:
     may_measure: bool = True  # time the model's blocks with these threads; else use stored times or rates
     # Another process is to measure: if times lack, the answer says so, and has no plan.
     measures_apart: bool = False
+    # Nothing is measured: times that lack follow from the machine's rates, and the plan tells how long to measure them.
+    leaves_unmeasured: bool = False
     kept_times_dir: Path | None = None  # folder of stored block times; None: times are not stored
-    is_alone: bool = False  # no other job computes on this machine, so new measurements are reliable
+    # No other job computes on this machine, so new measurements are reliable; see also `disturbed_path`.
+    is_alone: bool = False
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
     tells_estimate: bool = False  # write the best plan by the cost model to the file of `estimate_path`, as it is known
     what_if: bool = False  # also plan the job with one more SSD, more RAM and so on
@@ -128,3 +131,8 @@ def progress_path(result: Path) -> Path:
 def abandoned_path(result: Path) -> Path:
     """Returns the file whose existence says that the result is not needed any more."""
     return result.with_suffix(".abandoned")
+
+
+def disturbed_path(result: Path) -> Path:
+    """Returns the file whose existence says that another job has computed since the process began to run."""
+    return result.with_suffix(".disturbed")

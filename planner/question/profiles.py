@@ -29,6 +29,7 @@ from windlass.planner.solver import (
     Solution,
     StepCosts,
     cuts_of,
+    plan_of,
     solution_of,
 )
 from windlass.storage.ids import BlockIndex
@@ -59,7 +60,7 @@ class Profiles:
     """Profiles of one model for micro-batches of any shape. Times are measured once for each shape."""
 
     def __init__(self, question: PlanQuestion) -> None:
-        self._measures, self._question = question.measures and not question.measures_apart, question
+        self._measures, self._question = question.measures_here, question
         kept = question.kept_shapes or KeptShapes()
         self._shapes = kept.of(
             question.config, question.training.precision, question.kept_facts_dir, on_trace=question.on_trace
@@ -136,15 +137,14 @@ class Profiles:
             RECOMPUTE_ALL not in {way.choice for way in kind.activations} for kind in costs.kinds() if not kind.tiers
         ):
             return 0.0
-        solution = _recomputing_all(costs)
+        solution = solution_of(costs, _recomputing_all(costs))
         need = self.device_need_of_plan(question, costs.job, solution.plan, evaluates=False)
         return need.nbytes - solution.nbytes[MemoryTier.DEVICE]
 
     def lasting_nbytes(self, question: PlanQuestion, costs: StepCosts) -> int:
         """Returns the bytes of device memory that all plans with the same buffers use at all times."""
-        return self.device_need_of_plan(
-            question, costs.job, _recomputing_all(costs).plan, evaluates=False
-        ).lasting_nbytes
+        plan = plan_of(costs, _recomputing_all(costs), None)  # whether or not the job may have it
+        return self.device_need_of_plan(question, costs.job, plan, evaluates=False).lasting_nbytes
 
     def needs_of_ways(self, job: PlannedJob) -> list[dict[BlockActivations, UnitNeed]]:
         """Returns the device memory of one micro-batch of a layer by its activations, for each kind of layers."""
@@ -282,9 +282,9 @@ class Profiles:
         return self._times.measured(need)
 
 
-def _recomputing_all(costs: StepCosts) -> Solution:
-    """Returns the plan whose layers are all recomputed, with no states and no params in memory."""
-    placement = Placement(
+def _recomputing_all(costs: StepCosts) -> Placement:
+    """Returns the placement whose layers are all recomputed, with no states and no params in memory."""
+    return Placement(
         activations=(RECOMPUTE_ALL,) * len(costs.job.model.layers),
         group_size=costs.group_size,
         streamed_blocks=costs.streamed_layers,
@@ -293,7 +293,6 @@ def _recomputing_all(costs: StepCosts) -> Solution:
         streams_ends=costs.streams_ends,
         num_cached_params=0,
     )
-    return solution_of(costs, placement)
 
 
 def _timed_shape(question: PlanQuestion, num_microbatches: int) -> tuple[int, int]:

@@ -45,6 +45,7 @@ class PlanQuestion:
     measure_threads: int | None = None  # of torch while it measures; None: as many as it has
     measures: bool = False  # time the blocks on this machine's device; `hardware` must then describe this machine
     measures_apart: bool = False  # another process measures; see `measure_first`
+    leaves_unmeasured: bool = False  # nothing is measured, and the plan tells how long that would take
     kept_facts_dir: Path | None = None  # of traced models; None: they are not stored
     on_trace: Callable[[], None] | None = None  # called before the model is traced, which takes seconds
     kept_times: TimingCache | None = None  # stored block times; None: blocks are always measured
@@ -75,6 +76,11 @@ class PlanQuestion:
             chooses_microbatches=chooses,
             chooses_cut=chooses_cut,
         )
+
+    @property
+    def measures_here(self) -> bool:
+        """True if this process measures the times that plans lack."""
+        return self.measures and not (self.measures_apart or self.leaves_unmeasured)
 
     @property
     def least_microbatches(self) -> int:
@@ -120,4 +126,4 @@ class PlanQuestion:
     @property
     def speeds(self) -> Speeds:
         """The machine's rates, with the correction by measured steps."""
-        return self.correction.of_speeds(speeds_of(self.hardware, self.num_ranks))
+        return self.correction.of_speeds(speeds_of(self.hardware, self.num_ranks, self.training.precision))

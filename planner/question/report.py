@@ -9,7 +9,7 @@ from windlass.amounts import GB, GIB, number_text
 from windlass.engine.memory_plan import EVERY_OPERATOR, BlockActivations, MemoryTier, Plan, reserved_nbytes
 from windlass.planner.cost import LayerProfile, ways_of_layer
 from windlass.planner.predictions import StepInterval
-from windlass.planner.solver import DRIVER_NBYTES, Limits, PlannedJob, Solution, processes_nbytes
+from windlass.planner.solver import Limits, PlannedJob, Solution, others_nbytes
 
 _Any = TypeVar("_Any")
 
@@ -48,6 +48,8 @@ class PlanReport:
     step_s_low: float | None = None
     step_s_high: float | None = None
     times_from: str | None = None  # the source of the times that are added up, a `TimesFrom`
+    # If it was asked for: about the seconds that it takes to measure the times of blocks that lack. None: none lack.
+    measuring_s: float | None = None
     num_compared: int | None = None  # finished jobs of this machine that tell how sure the step time is
     bound_s: float | None = None  # lower bound by the cost model
     tokens_per_s: float | None = None
@@ -84,12 +86,8 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     num_tokens = model.num_examples * model.num_tokens * model.size_share * num_microbatches
     num_flops = 3 * model.num_flops * num_microbatches
     nbytes = solution.nbytes
-    device_nbytes = nbytes[MemoryTier.DEVICE]
-    peaks = {
-        MemoryTier.DEVICE: device_nbytes if is_cpu else reserved_nbytes(int(device_nbytes)) + DRIVER_NBYTES,
-        MemoryTier.HOST: nbytes[MemoryTier.HOST] + processes_nbytes(job.num_ranks),
-        MemoryTier.SSD: nbytes[MemoryTier.SSD],
-    }
+    taken = nbytes if is_cpu else nbytes | {MemoryTier.DEVICE: reserved_nbytes(int(nbytes[MemoryTier.DEVICE]))}
+    others = others_nbytes(job.num_ranks, is_cpu=is_cpu)
     return PlanReport(
         feasible=True,
         reasons=(_bound_in_words(solution, step_s), *_idle_in_words(solution.plan), *_unequal_lanes_in_words(job)),
@@ -99,7 +97,7 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
         tflops=num_flops / step_s / 1e12,
         bottleneck=solution.bottleneck,
         busy_s=solution.busy_s,
-        peak_gib={tier.value: nbytes / GIB for tier, nbytes in peaks.items()},
+        peak_gib={tier.value: (taken[tier] + others[tier]) / GIB for tier in MemoryTier},
         engine_gib={tier.value: nbytes[tier] / GIB for tier in MemoryTier},
         ssd_write_gb_per_step=ssd_written_nbytes(job, solution) / GB,
         choices=choices_of(job, solution),
@@ -109,6 +107,17 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
 def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
     """Returns the report with the job's memory limits."""
     return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
+
+
+def peak_limits_gib(report: PlanReport, *, is_cpu: bool) -> dict[str, float]:
+    """Returns the most that `peak_gib` of a plan that fits may be, by tier, in GiB.
+
+    That is the machine's memory, or the job's budget with what its processes and the GPU's driver take beside it.
+    """
+    assert report.limit_gib is not None, "it is a new plan"
+    assert report.choices is not None, "it fits"
+    others = others_nbytes(report.choices["gpus"], is_cpu=is_cpu)
+    return {tier.value: report.limit_gib[tier.value] + nbytes / GIB for tier, nbytes in others.items()}
 
 
 def with_interval(report: PlanReport, interval: StepInterval) -> PlanReport:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from windlass.planner.cost import ModelProfile
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, measuring_s
 from windlass.planner.question.question import PlanQuestion
 
 # Seconds of a pass, by the machine's rates, above which a micro-batch is measured with fewer examples. So long a pass
@@ -63,6 +63,11 @@ class TimesNeed:
 
         return torch.cuda.is_available()
 
+    @property
+    def measuring_s(self) -> float:
+        """About the seconds that the measurement takes, by the machine's rates."""
+        return measuring_s(_pass_s(self.question, self.profile))
+
     def measure(self) -> MeasuredBlocks:
         """Measures block times as a job's GPU worker would compute them."""
         import torch
@@ -89,15 +94,22 @@ class TimesNeed:
 
 @dataclass(slots=True)
 class TimesOfBlocks:
-    """The block times of one model: stored ones, and those that were measured here."""
+    """The block times of one model: stored ones, and those that were measured here.
 
-    _measured: dict[tuple[Any, ...], Times] = field(default_factory=dict)  # by the key of a need
+    Stored ones that were used once hold for all parts of an answer, even if they are to be measured again.
+    """
+
+    _used: dict[tuple[Any, ...], Times] = field(default_factory=dict)  # by the key of a need
     _too_large: set[tuple[Any, ...]] = field(default_factory=set)  # keys of needs whose measurement failed
 
     def known(self, need: TimesNeed) -> Times | None:
         """Returns the times if they are known."""
         kept = need.question.kept_times
-        return self._measured.get(need.key) or (None if kept is None else kept.known(need.question.config, need.facts))
+        if need.key not in self._used and kept is not None:
+            stored = kept.known(need.question.config, need.facts)
+            if stored is not None:
+                self._used[need.key] = stored
+        return self._used.get(need.key)
 
     def measured(self, need: TimesNeed) -> Times | None:
         """Measures the times and stores them. Returns None if they are too large to be measured here."""
@@ -112,16 +124,21 @@ class TimesOfBlocks:
         except (RuntimeError, MemoryError):
             self._too_large.add(need.key)
             return None
-        self._measured[need.key] = times
+        self._used[need.key] = times
         return times
 
 
 def num_measured(question: PlanQuestion, profile: ModelProfile) -> int:
     """Returns the number of examples to measure, whose pass takes about `_LONG_ENOUGH_S` at most."""
+    share = _LONG_ENOUGH_S / _pass_s(question, profile)
+    return max(1, min(profile.num_examples, int(profile.num_examples * share)))
+
+
+def _pass_s(question: PlanQuestion, profile: ModelProfile) -> float:
+    """Returns the seconds of a measured pass by the machine's rates: one layer of each kind, and the head."""
     different = {id(layer): layer for layer in profile.layers}.values()  # equal ones are one object
     num_flops = 3 * (profile.head.num_flops + sum(layer.num_flops for layer in different))
-    pass_s = num_flops / question.speeds.device_flops
-    return max(1, min(profile.num_examples, int(profile.num_examples * _LONG_ENOUGH_S / pass_s)))
+    return num_flops / question.speeds.device_flops
 
 
 def different_needs(needs: Iterable[TimesNeed]) -> list[TimesNeed]:

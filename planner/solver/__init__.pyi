@@ -15,6 +15,7 @@ from windlass.planner.solver.memory_frontier import frontiers_of as frontiers_of
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES as DRIVER_NBYTES
 from windlass.planner.solver.memory_limits import budgets_of as budgets_of
 from windlass.planner.solver.memory_limits import limits_of as limits_of
+from windlass.planner.solver.memory_limits import others_nbytes as others_nbytes
 from windlass.planner.solver.memory_limits import processes_nbytes as processes_nbytes
 from windlass.planner.solver.placement_search import Found as Found
 from windlass.planner.solver.placement_search import least_copied_s as least_copied_s

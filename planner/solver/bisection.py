@@ -16,6 +16,21 @@ class Goal(StrEnum):
     SMALLEST_RAM = "smallest-ram"  # GiB of host memory, with the same condition on the step
     SMALLEST_GPU = "smallest-gpu"  # GiB of GPU memory with which the job fits at all
 
+    @property
+    def unit(self) -> str:
+        """The unit of the number that is found."""
+        return _UNITS[self]
+
+
+_UNITS = {
+    Goal.LARGEST_BATCH: "examples",
+    Goal.LONGEST_CONTEXT: "tokens",
+    Goal.MOST_LAYERS: "layers",
+    Goal.FEWEST_SSDS: "SSDs",
+    Goal.SMALLEST_RAM: "GiB",
+    Goal.SMALLEST_GPU: "GiB",
+}
+
 
 def largest(holds: Callable[[int], bool], *, most: int) -> int:
     """Returns the largest number up to `most` for which `holds` is true, or 0 if it is false for 1.

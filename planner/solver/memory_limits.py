@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from windlass.amounts import GIB
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.hardware import Hardware
 from windlass.planner.solver.planned_job import Limits
 
@@ -21,12 +22,25 @@ def processes_nbytes(num_ranks: int) -> int:
     return _PROCESSES_NBYTES + (num_ranks - 1) * _FURTHER_WORKER_NBYTES
 
 
+def others_nbytes(num_ranks: int, *, is_cpu: bool) -> dict[MemoryTier, int]:
+    """Returns the memory of each tier that a job's processes and the GPU's driver take beside what the job allocates.
+
+    `is_cpu`: the device is the CPU, whose memory is the host's.
+    """
+    return {
+        MemoryTier.DEVICE: 0 if is_cpu else DRIVER_NBYTES,
+        MemoryTier.HOST: processes_nbytes(num_ranks),
+        MemoryTier.SSD: 0,
+    }
+
+
 def limits_of(hardware: Hardware, num_ranks: int = 1) -> Limits:
     """Returns the memory of each tier that is left for a job beside its processes and the GPU's driver."""
     is_cpu = hardware.gpus.count == 0
-    host = hardware.host.memory_gib * GIB - processes_nbytes(num_ranks)
+    others = others_nbytes(num_ranks, is_cpu=is_cpu)
+    host = hardware.host.memory_gib * GIB - others[MemoryTier.HOST]
     return Limits(
-        device_nbytes=host if is_cpu else hardware.gpus.memory_gib * GIB - DRIVER_NBYTES,
+        device_nbytes=host if is_cpu else hardware.gpus.memory_gib * GIB - others[MemoryTier.DEVICE],
         host_nbytes=host,
         ssd_nbytes=hardware.ssds.count * hardware.ssds.capacity_gib * GIB,
     )

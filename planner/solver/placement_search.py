@@ -104,7 +104,7 @@ class Found:
     """The best plan by the cost model, and others that are nearly as good and differ from it."""
 
     best: Solution
-    others: list[Solution]  # best first; not counted exactly
+    others: list[Solution]  # best first, and then those that differ in the depth of queues; not counted exactly
     # Returns the same for one order of updates, and for plans whose kept gradients go to the SSDs or do not (None: all
     # plans). It goes on with what is known from this search. None: no such plan fits, or each takes longer than the
     # given seconds.
@@ -254,14 +254,19 @@ class _Search:
     def _others_near(self, best: Solution, near: float, most: int) -> list[Solution]:
         """Solves for plans that differ from the best one in more than the sizes of buffers. Returns them, best first.
 
-        Their device memory is not counted exactly.
+        If there are fewer than `most`, plans that differ in the depth of the queues for states come after them. Their
+        device memory is not counted exactly.
         """
-        known, limit = {_traits(best.costs)}, (1 + near) * best.cost
-        others = []
-        for solution in self._others:
-            if solution.cost <= limit and _traits(solution.costs) not in known:
-                known.add(_traits(solution.costs))
-                others.append(solution)
+        limit, known = (1 + near) * best.cost, {_traits(best.costs)}
+        others, deeper = list[Solution](), list[Solution | _Entry]()
+        for solution in sorted(self._others, key=_cost_of):
+            if solution.cost > limit:
+                break
+            if _traits(solution.costs) in known:
+                deeper.append(solution)
+                continue
+            known.add(_traits(solution.costs))
+            others.append(solution)
         while self._entries and len(others) < most:
             entry = heapq.heappop(self._entries)
             if entry.bound > limit:
@@ -271,10 +276,21 @@ class _Search:
                 self._divide(entry)
                 continue
             self._excluded.append(entry)
-            if _traits(entry.costs) not in known and (other := solved(entry.costs, limit)) is not None:
-                others.append(other)
+            if _traits(entry.costs) in known:
+                deeper.append(entry)
+            elif (other := solved(entry.costs, limit)) is not None:
                 known.add(_traits(entry.costs))
-        return sorted(others, key=lambda solution: solution.cost)
+                others.append(other)
+        others.sort(key=_cost_of)
+        depths = {_traits_and_depth(each.costs) for each in (best, *others)}
+        for each in deeper:
+            if len(others) >= most:
+                break
+            if (traits := _traits_and_depth(each.costs)) not in depths:
+                depths.add(traits)
+                other = each if isinstance(each, Solution) else solved(each.costs, limit)
+                others += [] if other is None else [other]
+        return others
 
     def _push(self, costs: StepCosts, bound: float, *, is_kind: bool, prices: Prices | None = None) -> None:
         heapq.heappush(self._entries, _Entry(_level_of(bound), next(self._numbers), bound, costs, is_kind, prices))
@@ -423,11 +439,21 @@ def _never_fits(program: Program) -> bool:
 
 
 def _traits(costs: StepCosts) -> tuple[object, ...]:
-    """Returns the choices of a kind of plan by which its simulated step may differ much from others'."""
+    """Returns the choices of a kind of plan by which its simulated step may differ much from others'.
+
+    Without the depth of the queues for states: a plan that waits gets deeper ones.
+    """
     job = costs.job
-    deep = costs.depths.states, costs.depths.leaving_nbytes
-    streams = costs.streams, costs.streams_grads, costs.streams_ends
-    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, streams, job.cut is None, deep
+    savers = costs.streams, costs.streams_grads, costs.streams_ends, job.cut is None, costs.depths.leaving_nbytes
+    return job.num_microbatches, job.update_order, costs.group_size, costs.spills, *savers
+
+
+def _traits_and_depth(costs: StepCosts) -> tuple[object, ...]:
+    return *_traits(costs), costs.depths.states
+
+
+def _cost_of(solution: Solution) -> float:
+    return solution.cost
 
 
 def _programs_at_the_border(job: PlannedJob, speeds: Speeds, limits: Limits) -> Iterator[tuple[StepCosts, Program]]:

@@ -286,7 +286,10 @@ class PlanChoices:
     def compute_s(self, block: BlockProfile) -> tuple[float, float]:
         """Returns seconds of one micro-batch: forward, and backward without recomputation."""
         forward_s = self._roofline_s(block.work) if block.forward_s is None else block.forward_s
-        return forward_s, 2 * forward_s if block.backward_s is None else block.backward_s
+        if block.backward_s is not None:
+            return forward_s, block.backward_s
+        moved_s = block.moved_nbytes / self.speeds.device_memory_bytes if self.speeds.shares_cores else 0.0
+        return forward_s, 2 * forward_s + moved_s
 
     def adding_lanes_s(self, block: int) -> float:
         """Returns the seconds of a step in which the lanes of one use of a block are added."""
@@ -317,9 +320,15 @@ class PlanChoices:
         return times.most_held_s + share * (times.one_held_s - times.most_held_s)
 
     def _roofline_s(self, work: Work) -> float:
-        """Returns seconds for the FLOPs of matrix products, and for writing and reading all outputs."""
+        """Returns seconds for the FLOPs of matrix products, and for writing and reading all outputs.
+
+        On a CPU also for what attention takes longer than matrix products, and for the calls of operators.
+        """
+        speeds = self.speeds
         moved_nbytes = 2 * self.job.model.size_share * work.nbytes
-        return work.num_flops / self.speeds.device_flops + moved_nbytes / self.speeds.device_memory_bytes
+        products_s = work.num_flops / speeds.device_flops + moved_nbytes / speeds.device_memory_bytes
+        attention_s = (1 / speeds.attention_share - 1) * work.num_attention_flops / speeds.device_flops
+        return products_s + attention_s + work.num_operators * speeds.operator_s
 
 
 def known_or_new(known: dict[object, Any], key: object, compute: Callable[[], _Any]) -> _Any:

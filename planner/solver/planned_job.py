@@ -147,7 +147,7 @@ class PlannedJob:
             chunk_numel=self.model.chunk_numel,
             param_itemsize=self.param_itemsize,
             state_itemsize=self.state_itemsize,
-            shared_blocks=self.model.shared_blocks,
+            shared=self.model.shared,
             own=self.model.own,
         )
 

@@ -28,6 +28,7 @@ from windlass.service.api.pagination import Identified as Identified
 from windlass.service.api.pagination import ListOf as ListOf
 from windlass.service.api.pagination import PageOf as PageOf
 from windlass.service.api.plan_run import PlanRun as PlanRun
+from windlass.service.api.plan_run import no_job_runs as no_job_runs
 from windlass.service.api.uploads import check_content as check_content
 from windlass.service.api.uploads import check_name as check_name
 from windlass.service.http.errors import error_body as error_body

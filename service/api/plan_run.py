@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from windlass.planner.question import (
     FAILURE,
     JobPlan,
@@ -23,6 +25,7 @@ from windlass.planner.question import (
 )
 from windlass.service.api.context import Context
 from windlass.service.api.middleware import BusyError
+from windlass.service.installation import node_of
 from windlass.service.preparation import (
     MEASURE_BLOCKS,
     PLAN_JOB,
@@ -34,6 +37,8 @@ from windlass.service.preparation import (
     plan_steps_apart,
 )
 from windlass.service.validation import ApiError
+from windlass.storage.sql import JobStatus
+from windlass.storage.sql.repositories import JobRepository
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +55,14 @@ _MOST_OUTPUT_NBYTES = 16384  # bytes of a failed planner's output that are logge
 _AWAITS_MEASUREMENT = {"message": "waiting until another measurement has ended", "done": None, "total": None}
 
 
+def no_job_runs(context: Context) -> bool:
+    """Returns whether no job computes on this machine."""
+    with context.database.read() as session:
+        return not JobRepository(session).with_status(
+            JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(context.settings.home)
+        )
+
+
 class PlanRun:
     """The making of a plan in child processes. Threads may call its methods; `close` waits for a `poll` to end.
 
@@ -59,7 +72,7 @@ class PlanRun:
 
     def __init__(self, context: Context, user: str | None, request: PlanRequest) -> None:
         """`user`: takes turns with others; None: the callers without keys."""
-        self._limits, self._planner = context.limits, context.planner
+        self._context, self._limits, self._planner = context, context.limits, context.planner
         self._user, self._request = user, request
         self._folder = tempfile.TemporaryDirectory(dir=context.settings.home, prefix="plan-")
         self._work_dir = Path(self._folder.name)
@@ -147,7 +160,7 @@ class PlanRun:
     def _begin(self) -> Preparation:
         steps = plan_steps_apart(self._work_dir, self._request)
         preparation = Preparation(steps, work_dir=self._work_dir, start=self._planner.start)
-        preparation.admit = self._admit
+        preparation.admit, preparation.is_alone = self._admit, self._is_alone
         return preparation
 
     def _admit(self, step: PreparationStep) -> int | None:
@@ -172,6 +185,13 @@ class PlanRun:
             why = f"the plan was not made, as it waits for {self._memory.why_not(None)}; try again when less runs"
             self._waits = began_s, ApiError(why, status=503, code="no_memory")
         return nbytes
+
+    def _is_alone(self) -> bool:
+        """Returns whether no job computes on this machine. Returns False if that cannot be read."""
+        try:
+            return no_job_runs(self._context)
+        except SQLAlchemyError:  # the plan itself needs no database
+            return False
 
     def _check_wait(self) -> None:
         if self._waits is None or self._step is None:

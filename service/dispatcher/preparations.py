@@ -232,19 +232,24 @@ class Preparations:
         watch.kinds = self._boxes.kinds_for(job)
         with self._database.read() as session:
             filenames = FileRepository(session).filenames([job.training_file, job.validation_file])
+
+        def is_alone() -> bool:
+            return self._is_box_free() and len(self._running()) == 1
+
         order = preparation_order(
             self._settings,
             self._resources,
             job,
             hardware,
             filenames=filenames,
-            is_alone=lambda: self._is_box_free() and len(self._running()) == 1,
+            is_alone=is_alone,
             may_run_here=self._may_run_here(job),
             other_plans=requests_for_kinds(
                 self._settings, job, watch.kinds.values(), num_devices=self._resources.most_gpus
             ),
         )
         preparation = self._prepare(order)
+        preparation.is_alone = is_alone
         preparation.admit = functools.partial(self._admit, job.id, job.owner)
         watch.preparation, watch.began_at = preparation, self._clock()
 

@@ -51,6 +51,7 @@ from windlass.service.jobs.spec_builder import resolve_settings as resolve_setti
 from windlass.service.jobs.spec_builder import settings_of as settings_of
 from windlass.service.jobs.spec_builder import shown_gpus_of as shown_gpus_of
 from windlass.service.jobs.spec_builder import with_gpus as with_gpus
+from windlass.service.jobs.ssd_endurance import least_rated_tb as least_rated_tb
 from windlass.service.jobs.ssd_endurance import ssd_wear as ssd_wear
 from windlass.service.jobs.stage_plans import STAGES_FILE as STAGES_FILE
 from windlass.service.jobs.stage_plans import build_move_spec as build_move_spec

@@ -76,6 +76,8 @@ class BoxKind:
     def key(self) -> str:
         """The name of its folder in a job's folder."""
         hardware = None if self.hardware is None else self.hardware.model_dump(mode="json")
+        if hardware is not None and hardware["gpus"]["fp32_tflops"] is None:
+            del hardware["gpus"]["fp32_tflops"]  # older versions had no such rate, and stored plans by the same key
         settings = [self.num_optimizers, self.host_memory_gib, self.gpu_memory_gib]
         text = json.dumps([asdict(self.resources), hardware, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -83,20 +83,29 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
 
 
 def totals_of_job(
-    asked: WindlassSettings, report: PlanReport, *, batch_size: int, num_examples: int | None
+    asked: WindlassSettings,
+    report: PlanReport,
+    *,
+    batch_size: int,
+    num_examples: int | None,
+    num_ssds: int,
+    rated_tb: float | None,
 ) -> dict[str, Any]:
     """Returns the steps of a job on so many examples.
 
     `num_steps` is their number, `job_s` their seconds, and `ssd_write_tb` the terabytes (10^12 bytes) that they write
-    to all SSDs together. Loading and evaluations are left out. All are None if the number of examples is not known;
-    seconds and terabytes also if nothing fits.
+    to all SSDs together. `ssd_endurance_percent` is the part that this is of `rated_tb`, the least terabytes that one
+    of the SSDs is rated for. Loading and evaluations are left out. All are None if the number of examples is not known;
+    those but the first also if nothing fits, and the last if `rated_tb` is None.
     """
-    if num_examples is None:
-        return {"num_steps": None, "job_s": None, "ssd_write_tb": None}
-    number = planned_steps(asked, batch_size=batch_size, num_examples=num_examples)
+    number = None if num_examples is None else planned_steps(asked, batch_size=batch_size, num_examples=num_examples)
     step_s, step_gb = report.step_s, report.ssd_write_gb_per_step
+    written_tb = None if number is None or step_gb is None else number * step_gb / 1000
     return {
         "num_steps": number,
-        "job_s": None if step_s is None else number * step_s,
-        "ssd_write_tb": None if step_gb is None else number * step_gb / 1000,
+        "job_s": None if number is None or step_s is None else number * step_s,
+        "ssd_write_tb": written_tb,
+        "ssd_endurance_percent": None
+        if written_tb is None or rated_tb is None
+        else 100 * written_tb / num_ssds / rated_tb,
     }

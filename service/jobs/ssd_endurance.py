@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.amounts import bytes_text
+from windlass.planner.hardware import Ssds, endurance_tbw_of
+from windlass.service.installation import Settings
 
 _DAY_S = 86400
 _COUNT_UNITS = ("", "k", "M", "G", "T")
@@ -28,6 +30,16 @@ class SsdWear:
     bytes_of_whole_job: int  # including the future steps
     forecast: EnduranceForecast | None  # None: the ratings are unknown
     summary: str  # one line for users
+
+
+def least_rated_tb(settings: Settings, ssds: Ssds, *, is_here: bool) -> float | None:
+    """Returns the least terabytes (10^12 bytes) that one SSD of a planned machine is rated for; None: unknown.
+
+    `is_here`: the machine is this one, whose installation may tell.
+    """
+    if is_here and settings.ssd_endurance_tbw:
+        return min(settings.ssd_endurance_tbw)
+    return None if is_here else endurance_tbw_of(ssds)
 
 
 def forecast_endurance(

@@ -115,6 +115,7 @@ def hardware_of(
             count=rates["num_devices"],
             memory_gib=_rounded(device_nbytes / GIB),
             tflops=_rounded(rates["flops"] / 1e12),
+            fp32_tflops=None if rates["fp32_flops"] is None else _rounded(rates["fp32_flops"] / 1e12),
             name=rates["device"],
         ),
         host=Host(

@@ -44,6 +44,7 @@ _MEMORY_ADVICE = "Wait until other jobs and programs have ended, or add memory, 
 _TIME_ADVICE = {PREPARE_DATA: "Try a smaller file", CHECK_MODEL: "Try a smaller model"}
 _OTHER_ADVICE = "Submit the job again; the administrator finds its output in prepare/prepare.log of the job's folder"
 _MOST_LOG_NBYTES = 4096  # bytes of a step's output that are searched for its last line
+_LOOK_S = 1.0  # between two looks for other jobs while times are measured; a job computes some seconds after it starts
 # Minimum memory grant of a step in bytes. Importing torch and transformers takes a third of it.
 LEAST_MEMORY_NBYTES = 3 * 1024**3 // 2
 # Minimum address space of a step in bytes. Importing torch alone maps several GiB.
@@ -93,7 +94,8 @@ class Preparation:
 
     A step may be made from the results of the earlier steps, or be left out because of them. `warnings` are for the
     job's owner, about processes that died and were replaced. The caller clears the list once it has passed them on.
-    `admit` is called before a step begins, until it admits the step.
+    `admit` is called before a step begins, until it admits the step. `is_alone` returns whether no other job
+    computes on this machine. It is called as a step that measures begins, and meanwhile: other jobs disturb it.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class Preparation:
         self._computed_s = 0.0  # by earlier processes
         self._log_offset = 0  # start of the current process's output
         self.admit: Admit = half_of_the_machine
+        self.is_alone: Callable[[], bool] = lambda: True
+        self._looked_s = 0.0  # when `is_alone` was called last
         self.waits_for_memory = False
         self.warnings: list[str] = []
 
@@ -192,6 +196,8 @@ class Preparation:
         step = self._step
         assert step is not None
         try:
+            if self.measures and time.monotonic() - self._looked_s >= _LOOK_S:
+                self._look_for_others(step)
             if (code := self._poll(step)) is None:
                 self._check_in_time(step)
                 return None
@@ -276,6 +282,9 @@ class Preparation:
         step.result_path.unlink(missing_ok=True)
         step.progress_path.unlink(missing_ok=True)
         step.measuring_path.unlink(missing_ok=True)
+        step.disturbed_path.unlink(missing_ok=True)
+        if step.instead is not None:
+            self._look_for_others(step)
         limited = LimitedCommand(
             command=step.command,
             home=self._work_dir,
@@ -289,6 +298,13 @@ class Preparation:
             self._log_offset = log.tell()
             self._process = start(limited, log)
         self._began_s, self._stood_still_s = time.monotonic(), 0.0
+
+    def _look_for_others(self, step: PreparationStep) -> None:
+        """Tells the process of a step that measures if another job computes now."""
+        self._looked_s = time.monotonic()
+        if not self.is_alone():
+            with contextlib.suppress(OSError):  # a full disk; the times then count as undisturbed
+                step.disturbed_path.touch()
 
     def _poll(self, step: PreparationStep) -> int | None:
         """Returns the exit code of the process if it has ended. If its server has ended, starts the step anew."""

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from windlass.actors.job import JobSpec
 from windlass.engine.model import MODELS_MODULE
-from windlass.planner.question import LACKS_TIMES, PlanRequest, progress_path
+from windlass.planner.question import LACKS_TIMES, PlanRequest, disturbed_path, progress_path
 from windlass.planner.stages import StagesRequest
 from windlass.service.preparation.check_cache import CheckCache
 from windlass.service.preparation.sandbox import PASSED_ON, StepServer, WarmProcess
@@ -132,6 +132,11 @@ class PreparationStep:
         return self.result_path.with_suffix(".measuring")
 
     @property
+    def disturbed_path(self) -> Path:
+        """A file that is there once another job has computed while the process measured times."""
+        return disturbed_path(self.result_path)
+
+    @property
     def cpu_s(self) -> int:
         """Limit of the CPU time of all its threads together, in seconds."""
         return self.timeout_s * self.num_threads
@@ -186,7 +191,8 @@ def plan_step(work_dir: Path, request: PlanRequest) -> PreparationStep:
 def plan_steps_apart(work_dir: Path, request: PlanRequest) -> list[PreparationStep | LaterStep]:
     """Makes the steps of a plan whose measurements, if it needs any, are made by another process than the planner.
 
-    The first step has the plan, or finds that times lack. Then a second one measures, and a third one plans.
+    The first step has the plan, or finds that times lack. Then a second one measures, and a third one plans. A request
+    that leaves blocks unmeasured has one step.
     """
     if not _measures(request):
         return [plan_step(work_dir, request)]
@@ -199,14 +205,19 @@ def plan_steps_apart(work_dir: Path, request: PlanRequest) -> list[PreparationSt
         return _measuring(_step(work_dir, MEASURE_BLOCKS, (_MEASURER, "--question", question)), work_dir, request)
 
     def plan(results: Results) -> PreparationStep | None:
-        return plan_step(work_dir, replace(request, may_measure=False)) if MEASURE_BLOCKS in results else None
+        if (measured := results.get(MEASURE_BLOCKS)) is None:
+            return None
+        # Times that were measured beside a job are for plans beside one.
+        return plan_step(work_dir, replace(request, may_measure=False, is_alone=measured["alone"]))
 
     return [first, measure, plan]
 
 
 def _measures(request: PlanRequest) -> bool:
     """Returns whether blocks are measured whose times are not known. On a GPU, nothing is while a job runs."""
-    return request.measures and (request.is_alone or request.hardware.gpus.count == 0)
+    if not request.measures or request.leaves_unmeasured:
+        return False
+    return request.is_alone or request.hardware.gpus.count == 0
 
 
 def _measuring(step: PreparationStep, work_dir: Path, request: PlanRequest) -> PreparationStep:

@@ -116,8 +116,11 @@ def _why_to_measure(settings: Settings, path: Path, tell: Tell) -> str | None:
             if in_profile != here:
                 tell(f"! {path}: {what}: {in_profile}, but there are {here} here; `windlass doctor` writes it anew")
         return None
-    changes = now.changes_since(before)
-    return f"this machine has changed since it was measured ({'; '.join(changes)})" if changes else None
+    if changes := now.changes_since(before):
+        return f"this machine has changed since it was measured ({'; '.join(changes)})"
+    if not profile.gpus.count and profile.gpus.fp32_tflops is None:
+        return "this machine's profile has no rate in fp32, of an earlier version"
+    return None
 
 
 def _facts(settings: Settings, profile: bytes) -> _Facts:

@@ -17,8 +17,6 @@ from windlass.storage.link.settings import Identity as Identity
 from windlass.storage.link.settings import LinkSettings as LinkSettings
 from windlass.storage.link.settings import Protection as Protection
 from windlass.storage.link.settings import server_name as server_name
-from windlass.storage.link.traffic import BusySpan as BusySpan
-from windlass.storage.link.traffic import Traffic as Traffic
 from windlass.storage.link.transfers import IncomingTransfers as IncomingTransfers
 from windlass.storage.link.transfers import OutgoingTransfers as OutgoingTransfers
 from windlass.storage.link.wire import Codec as Codec

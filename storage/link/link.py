@@ -190,7 +190,7 @@ class Link:
         self._peer(to).send(message, may_wait=not self._threads.include_caller)
 
     def traffic(self) -> dict[BoxName, Traffic]:
-        """Returns the traffic with each peer since the start, with the busy spans since the last call."""
+        """Returns the traffic with each peer since the start."""
         return {name: peer.traffic() for name, peer in self._peers.items()}
 
     def describe(self) -> str:

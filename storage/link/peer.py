@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from typing import Any, Protocol
 
 from windlass.storage.cancellation import CancelToken
@@ -96,9 +97,9 @@ class Peer:
             self._post(message)
 
     def traffic(self) -> Traffic:
-        """Returns the traffic so far, with its spans, which are removed here."""
+        """Returns the traffic so far."""
         with self._lock:
-            return self._traffic.taken()
+            return replace(self._traffic)
 
     @property
     def ended(self) -> PeerLost | PeerClosed | None:
@@ -196,7 +197,6 @@ class Peer:
             if is_due or self._messages.owes_confirmation:
                 self._last_heartbeat_s = now_s
                 parts.append(self._codec.encode(Heartbeat(received=self._messages.take_confirmation())))
-            self._traffic.num_messages_out += len(parts)
         return b"".join(parts)
 
     def take(self, ordinal: int, message: Any) -> None:
@@ -205,7 +205,6 @@ class Peer:
         failed: tuple[Pull, Exception] | None = None
         with self._changed:
             self._heard()
-            self._traffic.num_messages_in += 1
             if isinstance(message, Want | Heartbeat) == bool(ordinal):
                 raise ProtocolError(f"a {type(message).__name__} with ordinal {ordinal}")
             if ordinal and not self._messages.arrived(ordinal):
@@ -247,10 +246,10 @@ class Peer:
                 self._to_send.wait()
         return None
 
-    def sent(self, start_s: float, nbytes: int) -> None:
+    def sent(self, nbytes: int) -> None:
         """Counts a piece that was sent."""
         with self._lock:
-            self._traffic.add(is_incoming=False, start_s=start_s, end_s=time.monotonic(), nbytes=nbytes)
+            self._traffic.nbytes_out += nbytes
 
     def place(self, number: int, nbytes: int) -> memoryview:
         """Returns the memory for a piece that arrives. Raises ProtocolError if it was not asked for."""
@@ -260,10 +259,10 @@ class Peer:
                 piece.pull.start_s = time.monotonic()
             return piece.into
 
-    def arrived(self, number: int, start_s: float, nbytes: int) -> None:
+    def arrived(self, number: int, nbytes: int) -> None:
         """Records that a piece has arrived whole."""
         with self._lock:
-            self._traffic.add(is_incoming=True, start_s=start_s, end_s=time.monotonic(), nbytes=nbytes)
+            self._traffic.nbytes_in += nbytes
             self._num_damaged = 0
             pull = self._incoming.arrived(number)
             if pull is not None:

@@ -163,9 +163,8 @@ class Session:
         def _run_sender() -> None:
             while (work := self._peer.next_piece(self)) is not None:
                 number, piece = work
-                start_s = time.monotonic()
                 writer.send(number, piece)
-                self._peer.sent(start_s, piece.nbytes)
+                self._peer.sent(piece.nbytes)
 
         return _run_sender
 
@@ -173,16 +172,16 @@ class Session:
         reader = FrameReader(self._connected.data[stream], self._key(stream, is_out=False), self._settings.piece_nbytes)
 
         def _run_receiver() -> None:
-            start_s, piece_nbytes = 0.0, 0
+            piece_nbytes = 0
 
             def place(number: int, nbytes: int) -> memoryview:
-                nonlocal start_s, piece_nbytes
-                start_s, piece_nbytes = time.monotonic(), nbytes
+                nonlocal piece_nbytes
+                piece_nbytes = nbytes
                 return self._peer.place(number, nbytes)
 
             while True:
                 number = reader.receive(place)
-                self._peer.arrived(number, start_s, piece_nbytes)
+                self._peer.arrived(number, piece_nbytes)
 
         return _run_receiver
 

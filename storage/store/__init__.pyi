@@ -14,7 +14,6 @@ from windlass.storage.store.recovery import Recovery as Recovery
 from windlass.storage.store.recovery import StoreJournal as StoreJournal
 from windlass.storage.store.recovery import recover as recover
 from windlass.storage.store.regions import Region as Region
-from windlass.storage.store.scratch import Scratch as Scratch
 from windlass.storage.store.scratch import scratch_demand as scratch_demand
 from windlass.storage.store.tensor_store import TensorStore as TensorStore
 from windlass.storage.store.tensor_store import last_attempt as last_attempt

@@ -126,7 +126,7 @@ def test_each_change_of_a_setting_is_planned_and_compared(open_plan: OpenPage) -
     assert bodies[-1]["windlass"] == {"clip_norm": None}
     page.get_by_label("Machine", exact=True).select_option("rtx5090")
     expect(delta).to_have_text("As fast as before (machine rtx3090 → rtx5090)")
-    page.get_by_label("RAM (GB)").select_option("128")
+    page.get_by_label("RAM (GiB)").select_option("128")
     expect(delta).to_have_text("As fast as before (RAM 64 → 128)")
     assert bodies[-1]["hardware"] == machine_of("rtx5090:ram=128").model_dump()
     page.click("#try-use summary")
@@ -149,7 +149,7 @@ def test_each_change_of_a_setting_is_planned_and_compared(open_plan: OpenPage) -
     page.reload()
     expect(headline).to_have_text("It fits: 16 s a step")
     expect(batch).to_have_value("32")
-    expect(page.get_by_label("RAM (GB)")).to_have_value("128")
+    expect(page.get_by_label("RAM (GiB)")).to_have_value("128")
     assert page.url == address
 
 
@@ -194,14 +194,39 @@ def test_an_estimate_stands_until_the_plan_comes_and_old_answers_are_dropped(ope
     measuring = {"message": "measuring the model's blocks with 4 examples of 512 tokens", "done": 1, "total": 3}
     send(2, event("fine_tuning.plan.progress", measuring))
     told = "Measuring the model's blocks with 4 examples of 512 tokens (2 of 3)…"
-    expect(page.locator("#try-sure")).to_have_text(told)
+    expect(page.locator("#try-measuring")).to_have_text(told)
+    send(2, event("fine_tuning.plan", plan_of(question)))
+    expect(page.locator("#try-unmeasured")).to_be_hidden()
+
+    # A look measures nothing: the user decides.
+    page.get_by_label("Batch size").fill("12")
+    expect(page.locator("body")).to_have_attribute("data-asked", "4")
+    question = page.evaluate("window.asked[3].body")
+    assert question["measure"] is False
+    send(3, event("fine_tuning.plan", plan_of(question, measuring_s=44.0)))
+    expect(headline).to_have_text("It fits: about 12 s a step by this machine's rates")
+    expect(page.locator("#try-measuring")).to_contain_text("Measuring takes about 44 s on all cores")
+    page.get_by_role("button", name="Measure this machine").click()
+    expect(page.locator("body")).to_have_attribute("data-asked", "5")
+    assert page.evaluate("window.asked[4].body") == {**question, "measure": True}
+    send(4, event("fine_tuning.plan.progress", measuring))
+    expect(page.locator("#try-measuring")).to_have_text(told)
+    expect(page.locator("#try-measure")).to_be_hidden()
+    send(4, event("fine_tuning.plan", plan_of(question, step_s=14.0, times_from="blocks")))
+    expect(headline).to_have_text("It fits: 14 s a step")
+    expect(page.locator("#try-unmeasured")).to_be_hidden()
 
     page.get_by_label("Batch size").fill("9")
-    expect(page.locator("body")).to_have_attribute("data-asked", "4")
+    expect(page.locator("body")).to_have_attribute("data-asked", "6")
     error = {"message": "the plan was not made", "param": None, "code": "no_memory"}
-    send(3, event("error", {"error": error}))
+    send(5, event("error", {"error": error}))
     expect(page.locator("#try-problem")).to_have_text("the plan was not made")
     expect(headline).to_have_text("There is no plan")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator("body")).to_have_attribute("data-asked", "7")
+    send(6, event("fine_tuning.plan", plan_of(page.evaluate("window.asked[6].body"))))
+    expect(headline).to_have_text("It fits: 9 s a step")
+    expect(page.locator("#try-retry")).to_be_hidden()
 
 
 def test_page_can_be_loaded_again_and_tells_of_which_plan_old_numbers_are(open_plan: OpenPage) -> None:
@@ -240,7 +265,8 @@ def test_a_published_shape_is_planned_and_told_with_all_that_the_command_needs(o
     def whole_job(route: Route) -> None:
         body = json.loads(route.request.post_data or "")
         bodies.append(body)
-        totals = {"num_steps": 1875, "job_s": 18_720.0, "ssd_write_tb": 2343.75} if "num_examples" in body else {}
+        worn = {"ssd_write_tb": 2343.75, "ssd_endurance_percent": 97.7}
+        totals = {"num_steps": 1875, "job_s": 18_720.0, **worn} if "num_examples" in body else {}
         route.fulfill(json=plan_of(body, **totals, hardware=machine_of("rtx4090:ssds=2").model_dump(), num_compared=12))
 
     page.route(PLANS, whole_job)
@@ -258,7 +284,7 @@ def test_a_published_shape_is_planned_and_told_with_all_that_the_command_needs(o
     job_time = page.locator("#try-job-time")
     expect(job_time).to_have_text(
         "The whole job: 5 h 12 min for 1,875 steps, without loading and evaluations. "
-        "It writes 2,344 TB, 1,172 TB to each of 2 SSDs."
+        "It writes 2,344 TB, 1,172 TB to each of 2 SSDs, 97.7 % of the least rated endurance."
     )
     page.click("#try-use summary")
     command = page.locator("#try-command")

@@ -1,4 +1,4 @@
-"""Runs jobs over several boxes without Ray: as threads of one process, or with a process for each box."""
+"""Runs one box's part of a job over several boxes without Ray, in a process of its own."""
 
 import contextlib
 import copy
@@ -7,28 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from windlass.actors.job import JobSpec
-from windlass.actors.lifecycle import StopRequest
 from windlass.actors.messages import Message
-from windlass.actors.runtime import ConnectBoxes, LocalBox, LocalOptions, require_own_generators, start_actors
+from windlass.actors.runtime import LocalBox, LocalOptions, require_own_generators, start_actors
 from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
 from windlass.actors.runtime.boxes.other_boxes import REQUESTS, OtherBoxes, serve_box
 from windlass.actors.scheduler import GOES_ON, INTERRUPTED, Scheduler
-from windlass.engine.model import Partition, partition_folder
+from windlass.engine.model import partition_folder
 from windlass.storage.ids import ActorName
-from windlass.storage.memory import Arena
-
-
-def over_sockets(ends: Sequence[LinkEnd]) -> ConnectBoxes:
-    """Connects the boxes of one process over sockets. `ends` has one for each box. See `run_local`."""
-
-    def connect(boxes: Sequence[LocalBox], arenas: Sequence[Arena], ending: contextlib.ExitStack) -> None:
-        for box, arena, end in zip(boxes, arenas, ends, strict=True):
-            link = BoxLink(box.context.spec, end)
-            ending.callback(link.stop)
-            box.add_link(link, link.send)
-            link.open(arena, send=box.send, deliver=box.deliver)
-
-    return connect
 
 
 def run_local_box(
@@ -36,10 +21,8 @@ def run_local_box(
     box: int,
     end: LinkEnd,
     *,
-    partition: Partition | None = None,
     direct: bool = True,
     on_message: Callable[[ActorName, Message], None] | None = None,
-    stop: StopRequest | None = None,
 ) -> dict[str, Any] | None:
     """Runs one box's part of an attempt in this process, on the CPU; the other boxes are other processes.
 
@@ -51,7 +34,7 @@ def run_local_box(
         BoxFailedError: another box cannot start.
     """
     spec = specs[box]
-    partition = partition or partition_folder(spec.model_dir, spec.training.precision)
+    partition = partition_folder(spec.model_dir, spec.training.precision)
     devices = ("cpu",) * spec.num_ranks
     require_own_generators(partition, devices)
     partitions = (partition, *(copy.deepcopy(partition) for _ in range(1, spec.num_ranks)))
@@ -84,7 +67,7 @@ def run_local_box(
             all_specs = [spec, *(context.spec for context in contexts)]
             commit = start_actors(all_specs, functools.partial(others.call, here.call))
             scheduler = Scheduler(
-                here.context, here.send, resume_from=commit, check_actors=others.check, stop=stop, others=contexts
+                here.context, here.send, resume_from=commit, check_actors=others.check, others=contexts
             )
             here.add_scheduler(scheduler)
             outcome = scheduler.run()

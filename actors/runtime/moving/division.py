@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from windlass.actors.job import JobSpec, aligned, stage_of
+from windlass.actors.job import JobSpec, aligned
 from windlass.actors.worker_policy import Stage
 from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout
@@ -138,20 +138,6 @@ class MoveSpec:
             source, target = _having(self.holders, block), _having(self.owners, block)
             for key in whole.chunk_keys(BlockIndex(block)):
                 yield source, target, key
-
-
-def moves_of(
-    names: Sequence[BoxName], old: Sequence[JobSpec | None], new: Sequence[JobSpec | None], num_blocks: int
-) -> list[MoveSpec]:
-    """Returns the move as each box sees it. `old` and `new`: each box's part of both divisions; None: it has none."""
-    holders, owners = (
-        tuple(None if spec is None else stage_of(spec, num_blocks) for spec in specs) for specs in (old, new)
-    )
-    epoch = next(spec.layout_epoch for spec in new if spec is not None)
-    return [
-        MoveSpec(box=box, epoch=epoch, names=tuple(names), holders=holders, owners=owners, old=before, new=after)
-        for box, (before, after) in enumerate(zip(old, new, strict=True))
-    ]
 
 
 def packed_parts(layout: ModelLayout, formats: Formats, key: ChunkKey) -> dict[StateKind, Span]:

@@ -106,8 +106,9 @@ def make_plan(
 
 
 def may_stream_tied(model: ModelSize, *, num_lanes: int, num_ranks: int) -> bool:
-    """Checks whether params that blocks share may come in pieces: of embedding and head, in one lane on one GPU."""
-    return model.shared_blocks == (0,) and model.own is None and num_lanes == 1 and num_ranks == 1
+    """Checks whether shared params may come in pieces: the head alone uses the embedding's; one lane, GPU and box."""
+    is_tied_head = model.shared_blocks == (0,) and 0 in model.shared[-1]
+    return is_tied_head and model.own is None and num_lanes == 1 and num_ranks == 1
 
 
 def _too_little_host_memory(plan: Plan, limit_nbytes: int, *, is_budget: bool) -> PlanError:

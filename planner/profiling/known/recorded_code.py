@@ -25,8 +25,11 @@ _ENGINE_FILES = (
     "model/fake_mode.py",
     "model/fused_kernels.py",
     "model/grad_buffer.py",
+    "model/head.py",
     "model/head_slices.py",
+    "model/installed_params.py",
     "model/layout.py",
+    "model/model_forward.py",
     "model/partition.py",
     "slices",
 )

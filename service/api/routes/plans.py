@@ -3,20 +3,20 @@
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 
 from windlass.actors.timeline import SIMULATED_FOLDER, StepSpans, held_steps, load_step, names_of_boxes, trace_of
-from windlass.planner.hardware import Hardware, ModelShape, load, published_models, similar_models, unusual
+from windlass.planner.hardware import Hardware, ModelShape, load, published_model, similar_models, unusual
 from windlass.planner.question import JobPlan, PlanReport, PlanRequest
 from windlass.service.api import (
     CallerDep,
@@ -28,15 +28,17 @@ from windlass.service.api import (
     event_stream,
     is_visible,
     model_hint,
+    no_job_runs,
 )
 from windlass.service.api.schemas import CreatePlan, JobPlanObject, PlanObject, TraceObject
 from windlass.service.auth import Caller
-from windlass.service.installation import Settings, check_is_here, node_of
+from windlass.service.installation import Settings, check_is_here
 from windlass.service.jobs import (
     MachineResources,
     hypothetical_request,
     is_over_boxes,
     job_dir,
+    least_rated_tb,
     plans_of,
     settings_of_plan,
     totals_of_job,
@@ -50,7 +52,6 @@ from windlass.service.validation import (
     SettingError,
     model_dir,
 )
-from windlass.storage.sql import JobStatus
 from windlass.storage.sql.repositories import EventRepository, JobRepository
 
 _LOG = logging.getLogger(__name__)
@@ -66,8 +67,12 @@ Shown = Callable[[PlanReport, Sequence[str]], dict[str, Any]]
 
 
 @router.post("/plans", response_model=PlanObject, responses=_STREAMED)
-async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) -> Any:
+async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan, http: Request) -> Any:
     """Plans a job without creating it. Nothing is stored but measured times of the model's blocks.
+
+    Blocks whose times are not known on this machine are measured first, which takes all its cores for a minute or so.
+    With `measure` false they are not: their times then follow from the machine's rates (`times_from` is `rates`), and
+    `measuring_s` tells about how long it would take to measure them. Times that are known are used in either case.
 
     With `stream`, the answer is a stream of server-sent events. Those named `fine_tuning.plan.estimate` have the best
     plan so far by formulas alone, with `estimated`. With `to_be_measured`, its times follow from the machine's rates,
@@ -78,16 +83,13 @@ async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan) 
     if body.stream:
         request = replace(request, tells_estimate=True)
         return event_stream(_streamed(context, caller.user, request, shown))
-    return shown(*await _run(context, caller.user, request))
+    return shown(*await _run(context, caller.user, request, http.is_disconnected))
 
 
 def _asked(context: Context, caller: Caller, body: CreatePlan) -> tuple[PlanRequest, Shown]:
     """Checks a request for a plan. Raises its ApiError."""
     asked, settings, batch_size = body.windlass, context.settings, body.checked_batch_size()
-    with context.database.read() as session:
-        is_alone = not JobRepository(session).with_status(
-            JobStatus.RUNNING, JobStatus.PAUSING, node=node_of(settings.home)
-        )
+    is_alone = no_job_runs(context)
     model_path, sequence_length = _model(context, caller, body)
     check_gpus(settings, asked.least_gpus, other=body.hardware)
     hardware = body.hardware or measured_hardware(settings)
@@ -106,14 +108,23 @@ def _asked(context: Context, caller: Caller, body: CreatePlan) -> tuple[PlanRequ
         sequence_length=sequence_length,
         is_alone=is_alone,
     )
-    request = replace(request, what_if=body.what_if)
+    leaves_unmeasured = request.measures and not body.measure
+    request = replace(request, what_if=body.what_if, leaves_unmeasured=leaves_unmeasured)
 
     def shown(report: PlanReport, warnings: Sequence[str]) -> dict[str, Any]:
         about = {
             "model": body.model,
+            "shape": model_path.stem if model_path.is_file() else None,
             "hardware": hardware.model_dump(),
             "job_settings": settings_of_plan(asked, request.training, report),
-            **totals_of_job(asked, report, batch_size=batch_size, num_examples=body.num_examples),
+            **totals_of_job(
+                asked,
+                report,
+                batch_size=batch_size,
+                num_examples=body.num_examples,
+                num_ssds=hardware.ssds.count,
+                rated_tb=least_rated_tb(settings, hardware.ssds, is_here=body.hardware is None),
+            ),
             "warnings": [*unusual(hardware), *warnings],
         }
         return {"object": "fine_tuning.plan", **about, **asdict(report)}
@@ -192,7 +203,7 @@ def _model(context: Context, caller: Caller, body: CreatePlan) -> tuple[Path, in
         visible = is_visible(session, caller, model)
     folder = model_dir(model, models_dir=settings.models_dir, fine_tuned_dir=settings.fine_tuned_dir)
     is_here = visible and folder.is_dir()
-    shape_path = None if is_here else published_models().get(model.lower())
+    shape_path = None if is_here else published_model(model)
     if shape_path is None:
         checked = check_model(
             settings,
@@ -273,10 +284,17 @@ async def _running(context: Context, user: str | None, request: PlanRequest) -> 
         threading.Thread(target=run.close, name="plan-end").start()
 
 
-async def _run(context: Context, user: str | None, request: PlanRequest) -> tuple[PlanReport, list[str]]:
-    """Makes the plan. Returns it with warnings about processes that died meanwhile. Waiting holds no thread."""
+async def _run(
+    context: Context, user: str | None, request: PlanRequest, is_gone: Callable[[], Awaitable[bool]]
+) -> tuple[PlanReport, list[str]]:
+    """Makes the plan. Returns it with warnings about processes that died meanwhile. Waiting holds no thread.
+
+    `is_gone`: returns whether the client has ended the connection. Its plan is then abandoned, with an ApiError.
+    """
     async with _running(context, user, request) as run:
         while (report := await run_in_threadpool(run.poll)) is None:
+            if await is_gone():
+                raise ApiError("the client has gone, so its plan was abandoned", code="cut_off")
             await anyio.sleep(run.pause_s)
         await run_in_threadpool(run.close)  # who has the answer may ask again
         return report, run.warnings

@@ -26,13 +26,14 @@ class CreatePlan(JsonNumbers):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str  # of this service, or the name of a published shape
+    model: str  # of this service, or the name of a published shape, here or on the hub
     # It may be larger than a job's. Null: `windlass.batch_size`, which must then be given.
     batch_size: Annotated[int | None, Field(ge=1, le=MAX_PLANNED_BATCH_SIZE)] = None
     hardware: Hardware | None = None
     num_examples: Annotated[int | None, Field(ge=1, le=MAX_EXAMPLES)] = None  # of a training file; for the job's time
     num_validation_examples: Annotated[int, Field(ge=0, le=MAX_EXAMPLES)] = 0
     windlass: WindlassSettings = WindlassSettings()
+    measure: bool = True  # measure blocks whose times on this machine are not known; false: go by its rates, and say so
     what_if: bool = False  # also answer what one more SSD, more RAM and so on would give
     stream: bool = False  # answer with server-sent events: a first estimate by formulas, then the plan
 
@@ -99,6 +100,7 @@ class PlanFields(BaseModel):
     step_s_low: float | None = None  # between this and the next the step of nine of ten jobs lies
     step_s_high: float | None = None
     times_from: str | None = None
+    measuring_s: float | None = None  # about the seconds that a measurement of the times that lack would take
     num_compared: int | None = None
     bound_s: float | None = None
     tokens_per_s: float | None = None
@@ -123,6 +125,7 @@ class PlanObject(PlanFields):
 
     object: Literal["fine_tuning.plan"]
     model: str
+    shape: str | None  # the published shape that was planned; null: the model is of this service
     hardware: Hardware
     # The object `windlass` of a job with this plan; null if nothing fits, or no job can be so large.
     job_settings: dict[str, Any] | None
@@ -130,6 +133,8 @@ class PlanObject(PlanFields):
     num_steps: int | None
     job_s: float | None  # the time of so many steps, without loading and evaluations
     ssd_write_tb: float | None  # terabytes (10^12 bytes) that so many steps write to all SSDs together
+    # The part of the endurance that this takes, of the SSD with the least; null if no endurance is known.
+    ssd_endurance_percent: float | None
     warnings: list[str]
 
 

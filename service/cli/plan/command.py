@@ -23,10 +23,18 @@ from windlass.planner.hardware import (
 from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli import CommandError
 from windlass.service.cli.arguments import gpus_option
-from windlass.service.cli.plan.inputs import MEASURED, config_of, hardware_of, is_id, measured_network_gb_per_s
+from windlass.service.cli.plan.inputs import (
+    MEASURED,
+    config_of,
+    hardware_of,
+    is_id,
+    measured_network_gb_per_s,
+    shape_name,
+)
 from windlass.service.cli.plan.over_boxes import Boxes, asked_boxes, boxes_of, print_plans_over_boxes
 from windlass.service.cli.plan.printing import (
     print_comparison,
+    print_found,
     print_job_settings,
     print_report,
     print_what_if,
@@ -35,6 +43,7 @@ from windlass.service.installation import Settings, load_settings, num_cores
 from windlass.service.validation import (
     DEFAULT_CLIP_NORM,
     LEAST_SEQUENCE_LENGTH,
+    MAX_BOXES,
     MAX_EPOCHS,
     MAX_EXAMPLES,
     MAX_PLANNED_BATCH_SIZE,
@@ -53,8 +62,8 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_FIT = 3  # the command's exit code if no plan fits; 2 is that of options that cannot be parsed
 _MODEL_HELP = (
-    "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b; nothing is "
-    "downloaded), or a YAML file with a shape's numbers."
+    "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b, or as on the "
+    "hub; nothing is downloaded), or a YAML file with a shape's numbers."
 )
 
 
@@ -75,8 +84,8 @@ def plan(
     boxes: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plan one job over up to so many of these boxes. With several kinds, as often as --hardware. Or the "
-            "names of boxes that have joined this head, such as head,attic."
+            help=f"Plan one job over up to so many of these boxes, at most {MAX_BOXES} in all. With several kinds, "
+            "once for each --hardware. Or the names of boxes that have joined this head, such as head,attic."
         ),
     ] = None,
     network: Annotated[
@@ -241,6 +250,9 @@ def plan(
     # shown only on a terminal
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
         question = question_about(kinds[0])
+        shape = shape_name(settings, model)
+        if not as_json and shape not in (None, model):
+            print(f"the model has the published shape {shape}")
         traced = "tracing the model, because it was not planned before; some seconds more"
         question = replace(question, on_trace=lambda: status.update(traced))
         if boxes is not None:
@@ -248,7 +260,7 @@ def plan(
             status.update("planning each number of boxes: some seconds for each")
             plans, lacks = _plans_over_boxes(kinds, questions)
             warnings = list(dict.fromkeys(warning for kind in kinds for warning in unusual(kind.hardware)))
-            print_plans_over_boxes(kinds, plans, lacks, warnings, as_json=as_json)
+            print_plans_over_boxes(kinds, plans, lacks, warnings, shape=shape, as_json=as_json)
             raise typer.Exit(0 if plans else EXIT_DOES_NOT_FIT)
         if find is not None:
             status.update(f"looking for the {find.replace('-', ' ')}: one plan after the other, up to some minutes")
@@ -257,21 +269,22 @@ def plan(
             _trace(planned, trace)
         compared = _compare(question, planned) if compare else None
     found = (_with_what_if(question, planned) if what_if else planned).report
-    totals = _totals_of_job(asked, found, batch_size=question.training.batch_size, num_examples=num_examples)
+    is_here = kinds[0].name == MEASURED
+    totals = _totals_of_job(settings, question, asked, found, num_examples=num_examples, is_here=is_here)
     job_settings = _job_settings(question, asked, found)
     if as_json:
-        of_search = {} if find is None else {"find": find, "number": number, "num_params": num_params}
+        result = {"find": find, "number": number, "num_params": num_params}
+        of_search = {} if find is None else {**result, "unit": find.unit}
         of_systems = {} if compared is None else {"compare": asdict(compared)}
-        about = {"job_settings": job_settings, **totals, "warnings": unusual(machine)}
+        about = {"shape": shape, "job_settings": job_settings, **totals, "warnings": unusual(machine)}
         print(json.dumps(of_search | asdict(found) | of_systems | about, indent=2))
     else:
         for warning in unusual(machine):
             print(f"! {warning}")
-        if number:
-            print(f"{find}: {number} ({num_params / 1e9:.3g} billion parameters)")
+        if find is not None and number:
+            print_found(find, number, num_params)
             print()
-        rated_tb = settings.ssd_endurance_tbw if kinds[0].name == MEASURED else ()
-        print_report(found, **totals, num_ssds=question.hardware.ssds.count, ssd_endurance_tbw=rated_tb)
+        print_report(found, **totals, num_ssds=question.hardware.ssds.count, is_cpu=not question.has_gpu)
         if job_settings is not None:
             print()
             submitted = model if is_id(settings, model) else "MODEL"
@@ -374,7 +387,7 @@ def _question(
         has_gpus=is_alone and machine.gpus.count > 0,
         is_alone=is_alone,
     )
-    return question_of(request, config)
+    return question_of(request, config, is_alone=lambda: is_local and _is_box_free(settings))
 
 
 def _is_box_free(settings: Settings) -> bool:
@@ -437,11 +450,25 @@ def _job_settings(question: "PlanQuestion", asked: WindlassSettings, found: "Pla
 
 
 def _totals_of_job(
-    asked: WindlassSettings, found: "PlanReport", *, batch_size: int, num_examples: int | None
+    settings: Settings,
+    question: "PlanQuestion",
+    asked: WindlassSettings,
+    found: "PlanReport",
+    *,
+    num_examples: int | None,
+    is_here: bool,
 ) -> dict[str, Any]:
-    from windlass.service.jobs import totals_of_job
+    from windlass.service.jobs import least_rated_tb, totals_of_job
 
-    return totals_of_job(asked, found, batch_size=batch_size, num_examples=num_examples)
+    ssds = question.hardware.ssds
+    return totals_of_job(
+        asked,
+        found,
+        batch_size=question.training.batch_size,
+        num_examples=num_examples,
+        num_ssds=ssds.count,
+        rated_tb=least_rated_tb(settings, ssds, is_here=is_here),
+    )
 
 
 def _trace(planned: "Planned", path: Path) -> None:
@@ -467,15 +494,21 @@ def _trace(planned: "Planned", path: Path) -> None:
 
 
 def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
-    """Plans the changes, with a bar on a terminal."""
+    """Plans the changes, with a bar on a terminal, which also tells what is measured for them."""
     from windlass.planner.answers import with_what_if
+    from windlass.planner.planning import Watcher
 
-    console = Console(stderr=True)
+    console, planning = Console(stderr=True), "planning with one thing changed"
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("planning with one thing changed", total=None)
-        return with_what_if(
-            question, planned, tell=lambda number, total: progress.update(task, completed=number, total=total)
-        )
+        task = progress.add_task(planning, total=None)
+
+        def see_measurement(what: str, done: int, total: int) -> None:
+            progress.update(task, description=f"measuring {what}", completed=done, total=total)
+
+        def tell(number: int, total: int) -> None:
+            progress.update(task, description=planning, completed=number, total=total)
+
+        return with_what_if(question, planned, Watcher(see_measurement=see_measurement), tell=tell)
 
 
 def _compare(question: "PlanQuestion", planned: "Planned") -> "Comparison":

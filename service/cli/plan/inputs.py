@@ -9,7 +9,9 @@ from windlass.planner.hardware import (
     ModelShape,
     UnknownMachineError,
     load,
+    machine_name,
     machine_of,
+    published_model,
     published_models,
     similar_models,
 )
@@ -18,27 +20,39 @@ from windlass.service.installation import HARDWARE_FILE, Settings
 from windlass.service.validation import ApiError, model_dir
 
 MEASURED = "measured"  # the name of this machine, as `windlass doctor` measured it
+_SHAPE_FILES = (".yaml", ".yml")  # names of files with a shape
 
 
 def hardware_of(settings: Settings, name: str) -> Hardware:
-    """Returns the profile of a machine: measured, by name or from a file. Raises CommandError if there is none."""
+    """Returns the profile of a machine: measured, by name or from a file. Raises CommandError if there is none.
+
+    A name as lists have it goes before a file or a box of the same name, and one that is written otherwise after them.
+    """
     if name == MEASURED:
         path = settings.home / HARDWARE_FILE
         if not path.exists():
             raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
         return load(Hardware, path)
-    try:
+    known, unknown = _known_machine(name)
+    if known == name:
         return machine_of(name)
+    if Path(name).exists():
+        return load(Hardware, Path(name))
+    boxes = _hardware_of_boxes(settings)
+    if name in boxes:
+        return boxes[name]
+    if known is not None:
+        return machine_of(known)
+    joined = f", and {', '.join(boxes)} {'is a box' if len(boxes) == 1 else 'are boxes'} of it" if boxes else ""
+    raise CommandError(f"--hardware: there is no file {name}, and {unknown}; '{MEASURED}' is this machine{joined}")
+
+
+def _known_machine(name: str) -> tuple[str | None, str]:
+    """Returns a machine's name as lists have it, or None and why there is none."""
+    try:
+        return machine_name(name), ""
     except UnknownMachineError as error:
-        if Path(name).exists():
-            return load(Hardware, Path(name))
-        boxes = _hardware_of_boxes(settings)
-        if name in boxes:
-            return boxes[name]
-        joined = f", and {', '.join(boxes)} {'is a box' if len(boxes) == 1 else 'are boxes'} of it" if boxes else ""
-        raise CommandError(
-            f"--hardware: there is no file {name}, and {error}; '{MEASURED}' is this machine{joined}"
-        ) from None
+        return None, str(error)
 
 
 def _hardware_of_boxes(settings: Settings) -> dict[str, Hardware]:
@@ -67,11 +81,11 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
 
     A model that is here goes before a published one of the same name.
     """
-    if model.endswith((".yaml", ".yml")):
+    if model.endswith(_SHAPE_FILES):
         return _config_of_shape_file(Path(model), sequence_length)
     folder = _model_folder(settings, model)
     if folder is None:
-        if (path := published_models().get(model.lower())) is not None:
+        if (path := published_model(model)) is not None:
             return _config_of_shape_file(path, sequence_length)
         raise CommandError(f"--model: {_unknown_model(settings, model)}")
     from windlass.planner.profiling import FolderConfig, UnusableConfigError
@@ -84,6 +98,14 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
     if longest is not None and sequence_length > longest:
         raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config
+
+
+def shape_name(settings: Settings, model: str) -> str | None:
+    """Returns the name of the published shape that is planned. None: the model is here, or a file has its shape."""
+    if model.endswith(_SHAPE_FILES) or _model_folder(settings, model) is not None:
+        return None
+    path = published_model(model)
+    return None if path is None else path.stem
 
 
 def _config_of_shape_file(path: Path, sequence_length: int) -> Any:

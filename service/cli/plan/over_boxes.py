@@ -16,7 +16,6 @@ from windlass.storage.ids import HEAD_NAME
 if TYPE_CHECKING:
     from windlass.planner.stages import StagesReport
 
-MOST_BOXES = 64  # of one kind
 _BYTES_PER_GBIT = 1e9 / 8
 _NOTES = (
     "planned by the cost model, not measured; `windlass submit --boxes` spreads a job over boxes that have joined",
@@ -46,21 +45,29 @@ def asked_boxes(
     """Returns the name of each kind of boxes, and the number of each, None without --boxes.
 
     Raises:
-        CommandError: --boxes is neither numbers nor the names of boxes.
+        CommandError: --boxes is neither numbers nor the names of boxes, or they are more than a job may have.
     """
     if boxes is None:
         return hardware or [MEASURED], None
-    if all(text.isdecimal() and 1 <= int(text) <= MOST_BOXES for text in boxes):
-        return hardware or [MEASURED], [int(text) for text in boxes]
+    if all(text.isdecimal() and 1 <= int(text) <= MAX_BOXES for text in boxes):
+        numbers = [int(text) for text in boxes]
+        _check_number(sum(numbers))
+        return hardware or [MEASURED], numbers
     names = [name.strip() for text in boxes for name in text.split(",")]
     if any(not name or name[0] in "+-" or name.isdecimal() for name in names) or len(set(names)) < len(names):
         raise CommandError(
-            f"--boxes: {', '.join(boxes)} is neither a number from 1 to {MOST_BOXES} nor names of boxes, each once, "
+            f"--boxes: {', '.join(boxes)} is neither a number from 1 to {MAX_BOXES} nor names of boxes, each once, "
             "such as head,attic"
         )
     if hardware:
         raise CommandError("--boxes: names say which machines they are; leave out --hardware, or give numbers")
+    _check_number(len(names))
     return [MEASURED if name == HEAD_NAME else name for name in names], [1] * len(names)
+
+
+def _check_number(number: int) -> None:
+    if number > MAX_BOXES:
+        raise CommandError(f"--boxes: {number} boxes in all; a job has at most {MAX_BOXES}")
 
 
 def boxes_of(
@@ -114,16 +121,17 @@ def print_plans_over_boxes(
     lacks: Sequence[str],
     warnings: Sequence[str],
     *,
+    shape: str | None,
     as_json: bool,
 ) -> None:
     """Prints the plans, which are sorted by step time, in words or as one JSON object.
 
-    `lacks`: if there are none, what each box lacks.
+    `lacks`: if there are none, what each box lacks. `shape`: the name of a published shape that is planned.
     """
     notes = [*_NOTES, *_network_note(kinds), *_boxes_note(kinds), *_formula_note(plans)]
     if as_json:
-        found = {"plans": [asdict(plan) for plan in plans], "lacks": lacks, "notes": notes, "warnings": warnings}
-        print(json.dumps(found, indent=2))
+        about = {"lacks": lacks, "notes": notes, "shape": shape, "warnings": warnings}
+        print(json.dumps({"plans": [asdict(plan) for plan in plans], **about}, indent=2))
         return
     for warning in warnings:
         print(f"! {warning}")
@@ -153,8 +161,6 @@ def _network_note(kinds: Sequence[Boxes]) -> Iterator[str]:
 def _boxes_note(kinds: Sequence[Boxes]) -> Iterator[str]:
     if any(kind.name == MEASURED and kind.number > 1 for kind in kinds):
         yield "all boxes are taken to be like this machine; --hardware names others, and --boxes the number of each"
-    if (number := sum(kind.number for kind in kinds)) > MAX_BOXES:
-        yield f"a job has at most {MAX_BOXES} boxes, of the {number} that were planned"
 
 
 def _formula_note(plans: "Sequence[StagesReport]") -> Iterator[str]:

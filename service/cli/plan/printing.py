@@ -1,6 +1,6 @@
 """Printing of a plan in words, and of what it is compared with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from windlass.service.validation import WindlassSettings
 if TYPE_CHECKING:
     from windlass.planner.planning import Comparison
     from windlass.planner.question import PlanReport
+    from windlass.planner.solver import Goal
 
 
 # The resources of a step in words.
@@ -23,6 +24,7 @@ _BUSY = {
     "optimizer": "updates on the CPU",
     "host_memory": "host memory",
 }
+_TIERS = {"gpu": "GPU memory", "host": "host memory", "ssd": "SSD space"}
 _LEGEND = """\
 input, rest: what becomes of a layer's input, and of its operators' outputs other than those named as kept or swapped
 kept: on the device. swapped: to RAM, then to SSDs. recomputed: computed again in the backward pass"""
@@ -94,19 +96,26 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
         print(note)
 
 
+def print_found(goal: "Goal", number: int, num_params: int) -> None:
+    """Prints the number that a search has found."""
+    unit = goal.unit.removesuffix("s") if number == 1 else goal.unit
+    print(f"{goal}: {number} {unit} ({num_params / 1e9:.3g} billion parameters)")
+
+
 def print_report(
     found: "PlanReport",
     *,
     num_steps: int | None = None,
     job_s: float | None = None,
     ssd_write_tb: float | None = None,
+    ssd_endurance_percent: float | None = None,
     num_ssds: int = 1,
-    ssd_endurance_tbw: Sequence[float] = (),
+    is_cpu: bool = False,
 ) -> None:
     """Prints a plan in words.
 
-    `num_steps`, `job_s`, `ssd_write_tb`: the steps of a job, their seconds, and the terabytes that they write to all
-    `num_ssds` SSDs; None: not known. `ssd_endurance_tbw`: the terabytes that each SSD is rated for, if known.
+    `num_steps`, `job_s`, `ssd_write_tb`, `ssd_endurance_percent`: see `totals_of_job`; None: not known. `num_ssds`,
+    `is_cpu`: of the planned machine.
     """
     if not found.feasible:
         print("it does not fit:")
@@ -121,11 +130,11 @@ def print_report(
             ("step", f"{step} s; resources, and work that cannot overlap, take at least {bound} s"),
             ("how sure", _interval(found)),
             *_job_time(num_steps, job_s),
-            *_job_wear(ssd_write_tb, num_ssds, ssd_endurance_tbw),
+            *_job_wear(ssd_write_tb, ssd_endurance_percent, num_ssds),
             ("tokens a second", number_text(numbers["tokens_per_s"], 4)),
             ("model's TFLOPS", number_text(numbers["tflops"], 4)),
             ("written to SSDs a step", f"{number_text(numbers['ssd_write_gb_per_step'], 4)} GB"),
-            *((f"peak of {name} memory", f"{gib:.2f} GiB") for name, gib in numbers["peak_gib"].items()),
+            *_peaks(found, is_cpu=is_cpu),
             *((f"busy: {_BUSY.get(name, name)}", f"{number_text(each)} s") for name, each in numbers["busy_s"].items()),
         ]
     )
@@ -167,14 +176,20 @@ def _job_time(num_steps: int | None, job_s: float | None) -> Iterator[tuple[str,
         yield "the whole job", f"{hours} for {num_steps:,} steps, without loading and evaluations"
 
 
-def _job_wear(
-    ssd_write_tb: float | None, num_ssds: int, ssd_endurance_tbw: Sequence[float]
-) -> Iterator[tuple[str, str]]:
+def _peaks(found: "PlanReport", *, is_cpu: bool) -> Iterator[tuple[str, str]]:
+    from windlass.planner.question import peak_limits_gib
+
+    limits = peak_limits_gib(found, is_cpu=is_cpu)
+    for tier, gib in (found.peak_gib or {}).items():
+        name = "device memory" if is_cpu and tier == "gpu" else _TIERS[tier]
+        yield f"peak of {name}", f"{gib:.2f} of {limits[tier]:.2f} GiB"
+
+
+def _job_wear(ssd_write_tb: float | None, percent: float | None, num_ssds: int) -> Iterator[tuple[str, str]]:
     if ssd_write_tb is not None:
-        each_tb = ssd_write_tb / num_ssds
-        each = f", {_terabytes(each_tb)} to each of {num_ssds} SSDs" if num_ssds > 1 else ""
-        shares = [f"{number_text(100 * each_tb / rated_tb, 2)}%" for rated_tb in sorted(set(ssd_endurance_tbw))]
-        rated = f", {' or '.join(shares)} of what it is rated for (ssd_endurance_tbw)" if shares else ""
+        each = f", {_terabytes(ssd_write_tb / num_ssds)} to each of {num_ssds} SSDs" if num_ssds > 1 else ""
+        least = "least rated" if num_ssds > 1 else "rated"
+        rated = "" if percent is None else f", {number_text(percent, 2)}% of the {least} endurance"
         yield "the whole job writes", f"{_terabytes(ssd_write_tb)}{each}{rated}"
 
 

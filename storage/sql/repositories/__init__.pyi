@@ -11,14 +11,11 @@ from windlass.storage.sql.repositories.audit import audit_id as audit_id
 from windlass.storage.sql.repositories.boxes import AWAY_AFTER_S as AWAY_AFTER_S
 from windlass.storage.sql.repositories.boxes import HEAD_ID as HEAD_ID
 from windlass.storage.sql.repositories.boxes import HELD_FOR_PART as HELD_FOR_PART
-from windlass.storage.sql.repositories.boxes import REPORTED_COLUMNS as REPORTED_COLUMNS
 from windlass.storage.sql.repositories.boxes import BoxRepository as BoxRepository
 from windlass.storage.sql.repositories.boxes import BoxState as BoxState
 from windlass.storage.sql.repositories.boxes import Instruction as Instruction
 from windlass.storage.sql.repositories.boxes import JobReport as JobReport
-from windlass.storage.sql.repositories.boxes import MirroredCheckpoint as MirroredCheckpoint
 from windlass.storage.sql.repositories.boxes import MirroredEvent as MirroredEvent
-from windlass.storage.sql.repositories.boxes import MirroredFile as MirroredFile
 from windlass.storage.sql.repositories.boxes import MirrorRepository as MirrorRepository
 from windlass.storage.sql.repositories.boxes import PartRepository as PartRepository
 from windlass.storage.sql.repositories.boxes import PartState as PartState

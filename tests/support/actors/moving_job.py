@@ -10,9 +10,9 @@ from typing import Self
 
 from tests.support.storage.direct_store import DirectStore
 from tests.support.training import boxes_of, make_partition, make_spec
-from windlass.actors.job.context import store_geometry
+from windlass.actors.job.context import stage_of, store_geometry
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.runtime.moving.division import MoveSpec, moves_of, packed_parts
+from windlass.actors.runtime.moving.division import MoveSpec, packed_parts
 from windlass.actors.runtime.start_up import decisions_path
 from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import Attempt, BoxName, ChunkKey, JobId, LayoutEpoch, Precision, StateKind, Step
@@ -52,7 +52,15 @@ class MovingJob:
         """The next attempt, which moves the states to another division."""
         self.attempt += 1
         pairs = list(itertools.zip_longest(self.boxes(), self.boxes(stages, self.epoch + 1)))
-        return moves_of(NAMES[: len(pairs)], [old for old, _ in pairs], [new for _, new in pairs], NUM_BLOCKS)
+        holders, owners = (
+            tuple(None if spec is None else stage_of(spec, NUM_BLOCKS) for spec in specs)
+            for specs in zip(*pairs, strict=True)
+        )
+        epoch, names = LayoutEpoch(self.epoch + 1), NAMES[: len(pairs)]
+        return [
+            MoveSpec(box=box, epoch=epoch, names=names, holders=holders, owners=owners, old=old, new=new)
+            for box, (old, new) in enumerate(pairs)
+        ]
 
     def moved(self, stages: tuple[Stage, ...]) -> None:
         """Records that a move has succeeded."""

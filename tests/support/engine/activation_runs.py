@@ -11,7 +11,7 @@ from windlass.engine.memory_plan.activation_policy import BlockActivations
 from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.partition import Partition, build_meta_model
-from windlass.engine.model.streamed_flats import StreamedFlats
+from windlass.engine.model.streaming.flats import StreamedFlats
 from windlass.storage.ids import BlockIndex, HeadSlices, ModelKernel, Precision
 
 SEED, STEP = 7, 3

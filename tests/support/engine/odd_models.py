@@ -336,6 +336,20 @@ class _TwiceLayer(Qwen2DecoderLayer):
         return super().forward(super().forward(hidden_states, **kwargs), **kwargs)
 
 
+class SharingModel(PlainModel):
+    """Has a layer that uses a matrix of the code before the layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        layers = self._modules.pop("layers")
+        self.entry = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.layers = layers  # registered behind `entry`, so that a shared matrix has the name of its first use
+        self.layers[1].self_attn.o_proj.weight = self.entry.weight
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.entry(hidden)
+
+
 class OwnLayersModel(PlainModel):
     """Has layers of another class."""
 

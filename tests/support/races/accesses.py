@@ -25,7 +25,7 @@ from windlass.engine.device.device import Device
 from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.linear_parts import column_copy
 from windlass.engine.model.block_runner import BlockRunner
-from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.engine.model.streaming.params import PieceBuffers
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
 from windlass.engine.optimizer.grad_norm import NormInParts, squared_norm
 from windlass.storage.ids import Span

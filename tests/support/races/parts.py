@@ -45,7 +45,7 @@ from windlass.engine.device.tensor_arena import TensorArena
 from windlass.engine.memory_plan.param_slices import NORM_ROW_NUMEL
 from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.grad_buffer import GradBuffer
-from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.engine.model.streaming.params import PieceBuffers, StreamedParams
 from windlass.engine.pieces.grad_pieces import GradPieceBuffers, PieceSums, StreamedGrad
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import ActorName, BlockIndex, JobId, Step

@@ -101,7 +101,7 @@ CAUGHT_BY: dict[str, dict[str, str]] = {
         "SumBesideTotal._put_aside: self._d2h.then": "job: lanes in one memory",
         "SumBesideTotal._put_aside: self._device.compute.wait": "job: lanes in one memory",
     },
-    "engine/model/streamed_params.py": {
+    "engine/model/streaming/params.py": {
         "PieceBuffers.__init__: device.compute.record": "part: pieces",
         "PieceBuffers.end: self._device.compute.wait": "part: pieces",
         "PieceBuffers.end: self._device.compute.record": "part: pieces",

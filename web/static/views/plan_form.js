@@ -55,7 +55,7 @@ const MACHINE = [
   { name: "gpu_memory", label: "GPU memory (GiB)", kind: "float", part: ["gpus", "memory_gib"], min: 1, max: 1024,
     help: "Memory of each GPU." },
   { name: "ram", label: "RAM (GiB)", kind: "float", part: ["host", "memory_gib"], size: "ram", min: 1, max: 32768,
-    help: "Host memory. A desktop's rates follow from its size." },
+    help: "Host memory. Of a desktop, 4 GiB are the system's, and its rates follow from its size." },
   { name: "ssds", label: "SSDs", kind: "int", part: ["ssds", "count"], size: "ssds", min: 1, max: 64,
     help: "SSDs that hold model states." },
 ];
@@ -203,7 +203,7 @@ export class PlanForm {
   /** Makes a field's elements. A desktop comes in a few sizes, which are chosen; other numbers are typed. */
   #makeField(field, sizes = null) {
     const box = make("div", "", "field");
-    const label = make("label", sizes ? field.label.replace("GiB", "GB") : field.label);
+    const label = make("label", field.label);
     const isList = field.kind === "select" || sizes !== null;
     const control = make(isList ? "select" : "input");
     const help = make("p", field.help, "help");

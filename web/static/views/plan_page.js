@@ -17,6 +17,9 @@ const GIB = 2 ** 30;
 const ENOUGH_OTHER = "with enough of the other memory"; // the planner's words where this machine has too little of it
 const MIN_COMPARED = 10; // jobs of this machine from which on "nine of ten" is said
 const WHAT_IF_NOTE = "More RAM, one more SSD, a faster card and so on, each planned alone. It takes some seconds.";
+const NO_ANSWER = "The service did not answer.";
+const GAIN_NOTE = "The largest gain comes first.";
+const BY_RATES_NOTE = " Times follow from this machine's rates until it is measured.";
 
 export class PlanPage {
   #isShown = false;
@@ -32,6 +35,7 @@ export class PlanPage {
     this.route = route;
     this.#form = new PlanForm(() => this.#onChange());
     byId("try-what-if").addEventListener("click", () => this.#askWhatIf());
+    byId("try-measure").addEventListener("click", () => this.#measure());
     byId("try-retry").addEventListener("click", () => this.#open());
     byId("try-reset").href = route;
     addEventListener("hashchange", () => this.#onAddress());
@@ -54,7 +58,7 @@ export class PlanPage {
       this.#form.fill(models.data.map(({ id }) => id), shapes.data, machines.data, this.#query);
       this.#hasForm = true;
     } catch (error) {
-      setOptional(byId("try-problem"), error instanceof api.Refusal ? error.message : "The service did not answer.");
+      setOptional(byId("try-problem"), error instanceof api.Refusal ? error.message : NO_ANSWER);
       byId("try-retry").hidden = false;
       return;
     } finally {
@@ -98,7 +102,8 @@ export class PlanPage {
     byId("try-what-if").disabled = false;
   }
 
-  async #ask({ whatIf = false } = {}) {
+  /** Asks for a plan. This machine is measured for it only if the user asks for that, because it takes all cores. */
+  async #ask({ whatIf = false, measure = false } = {}) {
     this.#stop();
     const asking = new AbortController();
     this.#asking = asking;
@@ -111,8 +116,8 @@ export class PlanPage {
       // An estimate of what is already shown exactly would be a step back.
       const isKnown = this.#last !== null && this.#form.changesFrom(this.#last.values).length === 0;
       const onEstimate = (plan) => !signal.aborted && !isKnown && this.#showPlan(plan, true);
-      const onProgress = (progress) => !signal.aborted && setOptional(byId("try-sure"), progressInWords(progress));
-      const asked = whatIf ? { ...body, what_if: true } : body;
+      const onProgress = (progress) => !signal.aborted && this.#showMeasuring(progressInWords(progress), false);
+      const asked = { ...body, measure, ...(whatIf && { what_if: true }) };
       const plan = await askForPlan(asked, { signal, onEstimate, onProgress });
       if (signal.aborted) return;
       this.#keep(plan, values);
@@ -125,6 +130,12 @@ export class PlanPage {
     this.#asking = null;
     byId("try-what-if").disabled = false;
     byId("try-answer").setAttribute("aria-busy", "false");
+  }
+
+  /** Measures this machine for the plan that is shown, and plans again. */
+  #measure() {
+    this.#showMeasuring("Measuring…", false);
+    this.#ask({ measure: true, whatIf: this.#last.plan.what_if != null });
   }
 
   #askWhatIf() {
@@ -144,8 +155,9 @@ export class PlanPage {
   #showProblem(error) {
     this.#showLast();
     const isOfField = this.#form.showError(error);
-    const told = error instanceof api.Refusal ? error.message : "The service did not answer; change a setting to ask again.";
+    const told = error instanceof api.Refusal ? error.message : NO_ANSWER;
     setOptional(byId("try-problem"), isOfField ? null : told);
+    byId("try-retry").hidden = isOfField;
     setText(byId("try-headline"), isOfField ? "One setting is wrong; it is marked in the form" : "There is no plan");
   }
 
@@ -153,10 +165,11 @@ export class PlanPage {
   #showLast() {
     const last = this.#last;
     if (last) this.#showPlan(last.plan, false);
-    else renderWhatIf(null);
+    else renderWhatIf({ what_if: null });
     const inHead = ["figures", "warnings", "job-time", "bound", "sure"].map((name) => byId(`try-${name}`));
     const panels = byId("try-answer").querySelectorAll(":scope > .panel:not(.try-head)");
     for (const part of [...inHead, ...panels]) part.hidden ||= !last;
+    this.#showMeasuring(null, false);
     byId("try-use").hidden = true;
     byId("try-answer").classList.add("is-old");
     setOptional(byId("try-delta"), null);
@@ -166,6 +179,7 @@ export class PlanPage {
 
   #showPlan(plan, isEstimate) {
     setOptional(byId("try-problem"), null);
+    byId("try-retry").hidden = true;
     setOptional(byId("try-old"), null);
     this.#form.showError(null);
     byId("try-answer").classList.remove("is-old");
@@ -179,6 +193,7 @@ export class PlanPage {
     setOptional(byId("try-job-time"), isEstimate ? null : jobTime(plan));
     setOptional(byId("try-bound"), plan.feasible ? plan.reasons?.[0] : null);
     setOptional(byId("try-sure"), isEstimate ? null : sureness(plan));
+    this.#showMeasuring(plan.measuring_s == null ? null : unmeasured(plan), true);
     byId("try-warnings").hidden = !plan.warnings?.length;
     setItems(byId("try-warnings"), plan.warnings ?? []);
     byId("try-refusal").hidden = plan.feasible;
@@ -187,7 +202,14 @@ export class PlanPage {
     byId("try-details").hidden = !plan.feasible;
     if (plan.feasible) renderDetails("try", plan);
     byId("try-what-if-panel").hidden = false;
-    renderWhatIf(plan.what_if);
+    renderWhatIf(plan);
+  }
+
+  /** Tells of times that lack, or of their measurement. Null: there is nothing to tell. */
+  #showMeasuring(told, canBegin) {
+    setText(byId("try-measuring"), told ?? "");
+    byId("try-measure").hidden = !canBegin;
+    byId("try-unmeasured").hidden = told === null;
   }
 
   #showCommands(plan, body, machineName, hardware) {
@@ -214,6 +236,7 @@ const progressInWords = ({ message, done, total }) => {
 function headlineOf(plan, isEstimate) {
   if (!plan.feasible) return capital(plan.reasons?.[0] ?? "It does not fit");
   if (plan.to_be_measured) return `It fits: about ${seconds(plan.step_s)} a step by this machine's rates, being measured…`;
+  if (plan.measuring_s != null && plan.times_from === "rates") return `It fits: about ${seconds(plan.step_s)} a step by this machine's rates`;
   if (isEstimate) return `It fits: at least ${seconds(plan.step_s)} a step, being simulated…`;
   return `It fits: ${seconds(plan.step_s)} a step`;
 }
@@ -234,14 +257,16 @@ function figuresOf(plan, isEstimate) {
   ];
 }
 
-function jobTime({ num_steps: number, job_s: total, ssd_write_tb: terabytes, hardware }) {
+function jobTime(plan) {
+  const { num_steps: number, job_s: total, ssd_write_tb: terabytes, ssd_endurance_percent: worn, hardware } = plan;
   if (total == null) return null;
   const time = `The whole job: ${format.duration(total)} for ${format.whole(number)} steps, without loading and evaluations.`;
   if (terabytes == null) return time;
   const gb = terabytes * 1000;
   const count = hardware.ssds.count;
   const each = count > 1 ? `, ${format.written(gb / count)} to each of ${count} SSDs` : "";
-  return `${time} It writes ${format.written(gb)}${each}.`;
+  const rated = worn == null ? "" : `, ${format.small(worn)} % of the ${count > 1 ? "least rated" : "rated"} endurance`;
+  return `${time} It writes ${format.written(gb)}${each}${rated}.`;
 }
 
 /** Tells how sure the range is, with the command's words: see `planner/predictions/confidence.py`. */
@@ -252,6 +277,11 @@ function sureness({ feasible, times_from: source, num_compared: number }) {
   const rates = source === "rates" ? "it follows from the machine's rates, and " : "";
   return `The range is likely: ${rates}${compared} compared.`;
 }
+
+/** Tells that times of the model are not measured on this machine, and how long that takes. */
+const unmeasured = ({ measuring_s: time }) =>
+  "Not all times of this model are measured: those that lack follow from this machine's rates. " +
+  `Measuring takes about ${format.duration(time)} on all cores. It takes longer beside jobs, and slows them.`;
 
 const tokensOf = ({ step_s, tokens_per_s }) => step_s * tokens_per_s;
 const isNear = (ratio) => Math.abs(ratio - 1) <= SAME;
@@ -299,9 +329,9 @@ function renderMemory({ peak_gib: peak, hardware, least_gpu_gib: least, least_gp
   setText(byId("try-least-why"), why ?? "");
 }
 
-function renderWhatIf(changes) {
+function renderWhatIf({ what_if: changes, measuring_s: unmeasuredSeconds = null }) {
   byId("try-what-if-table").hidden = !changes;
-  setText(byId("try-what-if-note"), changes ? "The largest gain comes first." : WHAT_IF_NOTE);
+  setText(byId("try-what-if-note"), changes ? GAIN_NOTE + (unmeasuredSeconds === null ? "" : BY_RATES_NOTE) : WHAT_IF_NOTE);
   fill(byId("try-what-if-rows"), changes ?? [], ({ change, feasible, step_s: step, tokens_per_s: rate, gain, problem }) => {
     const row = make("tr");
     const head = make("th", change);

@@ -12,8 +12,9 @@ from windlass.planner.hardware import (
     ModelShape,
     UnknownMachineError,
     desktop_sizes,
-    example_machines,
     load,
+    machine_name,
+    machine_names,
     machine_of,
     published_models,
 )
@@ -30,7 +31,7 @@ machines_router = APIRouter(prefix="/v1/fine_tuning")
 
 
 class MachineObject(BaseModel):
-    """A machine that plans know by name. `sizes`: the values of each part of a desktop's name, the first one is meant.
+    """A machine that plans know by name. `sizes`: usual values of each part of a desktop's name; the first is meant.
 
     `hardware` is what a request for a plan takes as its `hardware`.
     """
@@ -50,13 +51,17 @@ def list_machines(context: ContextDep) -> ListOf[MachineObject]:
 
 @machines_router.get("/machines/{machine}")
 def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
-    """Returns a machine. The name of a desktop may have sizes, such as `rtx4090:gpus=2,ram=128,ssds=2`."""
+    """Returns a machine. The name of a desktop may have sizes, such as `rtx4090:gpus=2,ram=128,ssds=2`.
+
+    Upper case, spaces and hyphens make no difference. RAM may have any size, in whole GiB, from 16 to 256.
+    """
     if machine == _MEASURED and (hardware := measured_hardware(context.settings)) is not None:
         return _shown(machine, hardware)
     try:
-        return _shown(machine, machine_of(machine))
+        name = machine_name(machine)
     except UnknownMachineError as error:
         raise ApiError(str(error), status=404, param="machine", code="machine_not_found") from None
+    return _shown(name, machine_of(name))
 
 
 @machines_router.get("/shapes")
@@ -84,7 +89,7 @@ def _shape(name: str, shape: ModelShape) -> ShapeObject:
 def _machines(settings: Settings) -> Iterator[MachineObject]:
     if (hardware := measured_hardware(settings)) is not None:
         yield _shown(_MEASURED, hardware)
-    for name in [*desktop_sizes(), *sorted(example_machines())]:
+    for name in machine_names():
         yield _shown(name, machine_of(name))
 
 

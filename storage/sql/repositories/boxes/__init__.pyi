@@ -1,10 +1,8 @@
 """The boxes of a service, the jobs that they work on, and their parts of jobs over several boxes."""
 
-from windlass.storage.sql.repositories.boxes.mirror import REPORTED_COLUMNS as REPORTED_COLUMNS
 from windlass.storage.sql.repositories.boxes.mirror import JobReport as JobReport
 from windlass.storage.sql.repositories.boxes.mirror import MirroredCheckpoint as MirroredCheckpoint
 from windlass.storage.sql.repositories.boxes.mirror import MirroredEvent as MirroredEvent
-from windlass.storage.sql.repositories.boxes.mirror import MirroredFile as MirroredFile
 from windlass.storage.sql.repositories.boxes.mirror import MirrorRepository as MirrorRepository
 from windlass.storage.sql.repositories.boxes.mirror import job_of_row as job_of_row
 from windlass.storage.sql.repositories.boxes.parts import HELD_FOR_PART as HELD_FOR_PART

@@ -13,7 +13,7 @@ from tests.support.training import has_direct_io, make_partition, make_spec
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.device.buffer_pool import BufferClass, DeviceBuffers
 from windlass.engine.memory_plan.plan import Placement
-from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.engine.model.streaming.params import PieceBuffers
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.profiling.model_profiler import config_of_shape, profile_config
 from windlass.storage.ids import Precision

@@ -144,6 +144,13 @@ def test_other_blocks_that_share_params_are_refused_on_different_boxes(user: int
         context_of_box(0, sharing(user, block))
 
 
+def test_ends_do_not_come_in_pieces_where_a_layer_uses_the_params_of_the_embedding() -> None:
+    spec = make_spec(placement=Placement(streamed_blocks=(2,), streams_ends=True))
+    assert make_context(spec, sharing(3, 0), "/arena").plan.streamed_blocks == (0, 2)
+    with pytest.raises(PlanError, match="only where they are those of the embedding and the head"):
+        make_context(spec, sharing(1, 0), "/arena")
+
+
 def test_blocks_of_other_boxes_cannot_rest_in_memory() -> None:
     with pytest.raises(PlanError, match=r"host_blocks \(0,\) .* blocks of 1 to 2"):
         context_of_box(1, placement=Placement(host_blocks=(0,)))

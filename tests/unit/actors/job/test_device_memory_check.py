@@ -30,7 +30,7 @@ from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.buffer_counts import NUM_GATHERED_CHUNKS
 from windlass.engine.memory_plan.plan import Placement, PlanError
-from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.engine.model.streaming.params import PieceBuffers
 from windlass.engine.optimizer.grad_norm import NormInParts
 from windlass.engine.pieces.chunk_norms import ChunkNorms
 from windlass.storage.ids import Precision, StatePrecision

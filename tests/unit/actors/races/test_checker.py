@@ -16,7 +16,7 @@ from tests.support.races.cuda import DEVICE
 from tests.support.races.run import Recording, recorded
 from windlass.engine.activations.host_store import HostActivations
 from windlass.engine.device.device import Device, copy
-from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.engine.model.streaming.params import PieceBuffers, StreamedParams
 from windlass.engine.optimizer.adam_formulas import AdamSettings
 from windlass.engine.optimizer.adam_kernel import ChunkStates, OptimizerKernel
 from windlass.storage.cancellation import CancelToken

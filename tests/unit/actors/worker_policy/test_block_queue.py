@@ -1,20 +1,26 @@
 """The queues' order and its ties, and settings that would stop the job forever."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from windlass.actors.worker_policy.block_queue import LIMITS, BlockQueue, Ordering, QueueOrder
+from windlass.storage.ids import BlockIndex, Step
 
 BLOCKS = [(1, 3), (1, 2), (2, 0), (1, 0)]
 
 
-def drained(order: QueueOrder, arrivals: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    queue: BlockQueue[tuple[int, int]] = BlockQueue(order)
+def queue_of(order: QueueOrder, arrivals: Iterable[tuple[int, int]]) -> BlockQueue:
+    queue = BlockQueue(order)
     for step, block in arrivals:
-        queue.push(step, block, (step, block))
-    found = []
+        queue.push(Step(step), BlockIndex(block))
+    return queue
+
+
+def drained(queue: BlockQueue) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
     while queue:
         found.append(queue.first)
         assert queue.pop() == found[-1]
@@ -23,28 +29,17 @@ def drained(order: QueueOrder, arrivals: tuple[tuple[int, int], ...]) -> list[tu
 
 @pytest.mark.parametrize("arrivals", list(itertools.permutations(BLOCKS)))
 def test_queues_are_in_order_of_urgency_or_of_arrival(arrivals: tuple[tuple[int, int], ...]) -> None:
-    assert drained(QueueOrder.PRIORITY, arrivals) == sorted(BLOCKS)
-    assert drained(QueueOrder.FIFO, arrivals) == list(arrivals)
+    assert drained(queue_of(QueueOrder.PRIORITY, arrivals)) == sorted(BLOCKS)
+    assert drained(queue_of(QueueOrder.FIFO, arrivals)) == list(arrivals)
 
 
 def test_block_pushed_later_is_ordered_among_waiting_blocks() -> None:
-    priority: BlockQueue[int] = BlockQueue(QueueOrder.PRIORITY)
-    fifo: BlockQueue[int] = BlockQueue(QueueOrder.FIFO)
+    priority, fifo = (queue_of(order, [(1, 4), (1, 3)]) for order in (QueueOrder.PRIORITY, QueueOrder.FIFO))
     for queue in (priority, fifo):
-        queue.push(1, 4, 4)
-        queue.push(1, 3, 3)
         queue.pop()
-        queue.push(1, 2, 2)
-    assert [priority.pop(), priority.pop()] == [2, 4]
-    assert [fifo.pop(), fifo.pop()] == [3, 2]
-
-
-@pytest.mark.parametrize("order", list(QueueOrder))
-def test_items_of_one_block_stay_in_order_of_arrival(order: QueueOrder) -> None:
-    queue: BlockQueue[str] = BlockQueue(order)
-    for name in "cabd":
-        queue.push(1, 1, name)
-    assert [queue.pop() for _ in range(4)] == list("cabd")
+        queue.push(Step(1), BlockIndex(2))
+    assert drained(priority) == [(1, 2), (1, 4)]
+    assert drained(fifo) == [(1, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("name", LIMITS)

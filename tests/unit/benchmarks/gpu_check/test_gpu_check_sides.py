@@ -31,6 +31,7 @@ from windlass.amounts import GIB
 from windlass.engine.device.cuda_streams import CudaStreams
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.model.block_runner import BlockRunner
+from windlass.engine.model.head import Head
 from windlass.engine.slices import slice_sizes
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex, HeadSlices, Kernel, ModelKernel, Precision
@@ -117,15 +118,15 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
     usual = slice_sizes.num_slice_tokens(HeadSlices.LARGE, 128)
     num_slices: Counter[int] = Counter()
     num_parts: set[int] = set()
-    head, slice_, split = BlockRunner.head, BlockRunner._head_of_slice, torch.split
+    head, slice_, split = BlockRunner.head, Head._add_slice, torch.split
 
     def one_head(runner: BlockRunner, *args: Any, **options: Any) -> Any:
         num_slices[0] += 1
         return head(runner, *args, **options)
 
-    def one_slice(runner: BlockRunner, *args: Any) -> Any:
+    def one_slice(head: Head, *args: Any) -> Any:
         num_slices[1] += 1
-        return slice_(runner, *args)
+        return slice_(head, *args)
 
     def splitting(tensor: torch.Tensor, size: int, dim: int = 0) -> Any:
         parts = split(tensor, size, dim)
@@ -133,7 +134,7 @@ def test_a_variant_of_each_precision_has_a_sliced_head(
         return parts
 
     monkeypatch.setattr(BlockRunner, "head", one_head)
-    monkeypatch.setattr(BlockRunner, "_head_of_slice", one_slice)
+    monkeypatch.setattr(Head, "_add_slice", one_slice)
     monkeypatch.setattr(torch, "split", splitting)
     result = run_case(ParityCase(precision), setting)
     (run,) = result.measured["runs"]

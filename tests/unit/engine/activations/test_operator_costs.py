@@ -48,7 +48,7 @@ def test_the_list_is_what_a_real_layer_calls(name: str) -> None:
     run.lend(BlockIndex(2), with_grads=True)
     entering = run.runner.inputs[0][0].detach().requires_grad_()
     with FlopCounterMode(display=False) as counter, Names() as names:
-        run.runner._layer(BlockIndex(2), entering, run.runner.calls[0])
+        run.runner._model_forward.layer(BlockIndex(2), entering, run.runner.calls[0])
     called = sorted(f"{operator}#{i}" for operator, num in names.num_calls.items() for i in range(num))
     assert sorted(cost.name for cost in listed.operators) == called
     assert counter.get_total_flops() <= sum(cost.num_flops for cost in listed.operators) > 0

@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,6 +108,23 @@ def test_threads_never_share_a_buffer() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+def test_a_thread_that_waits_ends_without_an_error_when_the_token_is_cancelled() -> None:
+    """Pytest fails the test if the thread raises."""
+    token, before = CancelToken(30.0), threading.enumerate()
+    device = Device(torch.device("cpu"), token=token)
+    one, other = device.open_stream(), device.open_stream()
+    gate = threading.Event()
+    one.run(gate.wait)
+    other.wait(one.record())
+    _, waiting = (thread for thread in threading.enumerate() if thread not in before)
+    while not token.describe_waits().get(waiting):
+        time.sleep(0.001)
+    token.cancel()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    gate.set()
 
 
 @pytest.fixture

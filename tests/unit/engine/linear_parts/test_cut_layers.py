@@ -14,7 +14,7 @@ from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.linear_parts import column_copy
 from windlass.engine.linear_parts.cut_linear import CutLinear
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
-from windlass.engine.model import streamed_flats
+from windlass.engine.model.streaming import flats as streamed_flats
 from windlass.storage.ids import BlockIndex, Precision
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,6 +11,7 @@ from windlass.engine.model import block_runner
 from windlass.engine.model.block_runner import BlockRunner, random_key
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.gradient_check import block_gradients
+from windlass.engine.model.model_forward import ModelForward
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, Precision
@@ -191,13 +192,13 @@ def test_a_head_in_slices_gives_the_loss_and_gradients_of_one_slice(name: str, m
     monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
     monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
     slices = []
-    epilogue = BlockRunner._epilogue
+    epilogue = ModelForward.epilogue
 
-    def counting(self: BlockRunner, hidden: torch.Tensor) -> torch.Tensor:
+    def counting(self: ModelForward, hidden: torch.Tensor) -> torch.Tensor:
         slices.append(hidden.shape[1])
         return epilogue(self, hidden)
 
-    monkeypatch.setattr(BlockRunner, "_epilogue", counting)
+    monkeypatch.setattr(ModelForward, "epilogue", counting)
     lender = _Lender(model.config, model)
     lender.forward(batch, keep=True)
     head = lender.partition.head

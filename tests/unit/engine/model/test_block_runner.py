@@ -13,7 +13,7 @@ from tests.support.engine.activation_runs import MemoryStore, Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
 from windlass.engine.activations.selective_recompute import storage_ref
 from windlass.engine.memory_plan.activation_policy import BlockActivations
-from windlass.engine.model.block_runner import BlockRunner
+from windlass.engine.model.model_forward import ModelForward
 from windlass.storage.ids import BlockIndex
 
 ALL = frozenset({"*"})
@@ -44,13 +44,13 @@ def test_a_policy_is_for_layers_only_and_needs_a_store_if_it_swaps() -> None:
 
 def test_a_block_that_recomputes_nothing_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    layer = BlockRunner._layer
+    layer = ModelForward.layer
 
-    def noting(self: BlockRunner, block: BlockIndex, hidden: torch.Tensor, calls: list) -> torch.Tensor:  # type: ignore[type-arg]
+    def noting(self: ModelForward, block: BlockIndex, hidden: torch.Tensor, calls: list) -> torch.Tensor:  # type: ignore[type-arg]
         computed.append(block)
         return layer(self, block, hidden, calls)
 
-    monkeypatch.setattr(BlockRunner, "_layer", noting)
+    monkeypatch.setattr(ModelForward, "layer", noting)
     run = run_of({BlockIndex(2): KEPT})
     run.step(BATCH, TARGETS)
     assert computed == [1, 1, 2, 2, 3, 3, 3, 3, 1, 1]

@@ -19,7 +19,9 @@ from tests.support.engine.architectures import (
 )
 from tests.support.engine.folders import make_config, make_model_folder
 from tests.support.engine.odd_models import odd_config
-from windlass.engine.model.gradient_check import block_gradients
+from windlass.engine.memory_plan.arena.layout import may_stream_tied
+from windlass.engine.memory_plan.plan import ModelSize
+from windlass.engine.model.gradient_check import block_gradients, check_architecture
 from windlass.engine.model.layout import (
     CHUNK_GRANULE,
     MIN_CHUNK_NUMEL,
@@ -139,6 +141,24 @@ def test_names_that_the_head_uses_of_the_embedding_are_those_of_tied_params() ->
         assert names == ({"transformer.wte.weight"} if tied else set())  # and not those of positions
         parts = {f"transformer.wte.weight[{start}:{start + 32}]" for start in range(0, 96, 32)}
         assert partition.grads_used(partition.head, 0, 32 * partition.layout.hidden_size) == (parts if tied else set())
+
+
+def test_a_layer_that_uses_a_matrix_of_the_embeddings_block_is_no_tied_head() -> None:
+    config = odd_config(odd_models.SharingModel)
+    check_architecture(config)
+    layouts = [partition_of(each).layout for each in (config, ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0))]
+    assert [layout.shared[2:] for layout in layouts] == [((2, 0), (3,), (4,)), ((2,), (3,), (4, 0))]
+    sizes = [
+        ModelSize(
+            block_numels=tuple(block.numel for block in layout.blocks),
+            chunk_numel=layout.chunk_numel,
+            param_itemsize=4,
+            state_itemsize=12,
+            shared=layout.shared,
+        )
+        for layout in layouts
+    ]
+    assert [may_stream_tied(size, num_lanes=1, num_ranks=1) for size in sizes] == [False, True]
 
 
 def test_norms_and_biases_do_not_decay() -> None:

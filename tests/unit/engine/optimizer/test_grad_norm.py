@@ -9,13 +9,7 @@ import torch
 
 from tests.support.host_waits import GPU, no_host_waits
 from windlass.engine.optimizer import grad_norm
-from windlass.engine.optimizer.grad_norm import (
-    NormInParts,
-    portable_squared_norm,
-    portable_squared_norms,
-    squared_norm,
-    without_waiting,
-)
+from windlass.engine.optimizer.grad_norm import NormInParts, portable_squared_norm, portable_squared_norms, squared_norm
 from windlass.engine.optimizer.scratch_sizes import NORM_SCRATCH_NBYTES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,6 +21,13 @@ def same_threads_afterwards() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+def without_waiting(grad: torch.Tensor) -> torch.Tensor:
+    """`squared_norm` as a GPU computes it."""
+    norm = NormInParts((0, grad.numel()), grad.dtype, grad.device, waits=False)
+    norm.put(grad, 0)
+    return norm.total()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

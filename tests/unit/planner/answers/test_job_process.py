@@ -23,7 +23,9 @@ from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.model_shape import published_models
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import job_planning as plan_job
+from windlass.planner.profiling.block_times import MAX_S
 from windlass.planner.question.job_plan import JobPlan
+from windlass.planner.question.plan_request import disturbed_path
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver.program.relaxed_program import RelaxedProgram
 
@@ -118,7 +120,7 @@ def test_times_that_another_process_measures_are_told_as_lacking_after_an_estima
     assert (told.to_be_measured, told.report.times_from) == (True, "rates")
     assert measured == []
 
-    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2}
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2, "alone": True}
     last = {"message": "measuring the model's blocks with 1 example of 16 tokens", "done": 1, "total": 2}
     assert json.loads(progress.read_text()) == last
     estimate.unlink()
@@ -128,15 +130,44 @@ def test_times_that_another_process_measures_are_told_as_lacking_after_an_estima
     assert told is not None
     assert (told.to_be_measured, told.report.times_from) == (False, "blocks")
     assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, may_measure=False) == found
-    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 0}
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 0, "alone": True}
     assert len(measured) == 2
+
+
+def test_plan_that_leaves_blocks_unmeasured_goes_by_rates_and_tells_how_long_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    asked = {**this_machine(tmp_path), "leaves_unmeasured": True, "tells_estimate": True}
+    by_rates = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)["plan"]
+    assert (by_rates["times_from"], by_rates["measuring_s"]) == ("rates", 2 * MAX_S)  # two shapes of small blocks
+    told = JobPlan.from_json(json.loads((tmp_path / "result.estimate").read_text()))
+    assert told is not None
+    assert not told.to_be_measured
+    assert measured == []
+    measure(tmp_path, monkeypatch)
+    by_blocks = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)["plan"]
+    assert (by_blocks["times_from"], by_blocks["measuring_s"]) == ("blocks", None)
+
+
+def test_times_beside_which_a_job_computed_are_for_plans_beside_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_to_measure(monkeypatch)
+    asked = {**this_machine(tmp_path), "measures_apart": True}
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)
+    disturbed_path(tmp_path / "measured.json").touch()
+    assert measure(tmp_path, monkeypatch)["alone"] is False
+    assert "lacks_times" in plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked)
+    beside = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked | {"is_alone": False})
+    assert beside["plan"]["times_from"] == "blocks"
 
 
 def test_times_of_a_published_shape_are_measured_apart_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = pretend_to_measure(monkeypatch)
     asked = {**this_machine(tmp_path), "model_dir": str(published_models()["qwen2.5-0.5b"]), "batch_size": 1}
     assert "lacks_times" in plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
-    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 1}
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 1, "alone": True}
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
     assert found["plan"]["times_from"] == "blocks"
     assert len(measured) == 1
@@ -149,7 +180,9 @@ def test_times_of_changes_are_measured_with_those_of_the_job(tmp_path: Path, mon
     measure(tmp_path, monkeypatch)
     asked["what_if"] = True
     assert "lacks_times" in plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
-    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2}, "those of a batch twice as large"
+    assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 2, "alone": True}, (
+        "those of a batch twice as large"
+    )
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
     assert {row["key"] for row in found["plan"]["what_if"]} == {"ssds", "ram", "batch", "box"}
     assert [(model.num_examples, model.num_tokens) for model in measured] == [(2, 16), (1, 16), (4, 16), (2, 16)]

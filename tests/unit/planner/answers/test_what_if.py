@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.amounts import GIB
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.answers import what_if
@@ -13,7 +14,10 @@ from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.named_machines import machine_of
+from windlass.planner.planning import measuring_first
 from windlass.planner.planning.planner import Planned, answer
+from windlass.planner.planning.simulated_search import Watcher
+from windlass.planner.profiling.block_times import MAX_S
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -113,6 +117,15 @@ def test_changes_are_of_one_thing_each() -> None:
     assert changes["batch"].training.batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("ram", "words"), [(64, "64 GiB more RAM"), (128, "64 GiB more RAM (all of it at 40 GB/s, now 60)")]
+)
+def test_more_ram_of_a_desktop_is_as_fast_as_its_board_runs_it(ram: int, words: str) -> None:
+    (change,) = [change for change in changes_of(question(machine_of(f"rtx4090:ram={ram}"))) if change.key == "ram"]
+    assert change.words == words
+    assert change.question.hardware == machine_of(f"rtx4090:ram={ram + 64}")
+
+
 @pytest.mark.parametrize(("gpus", "words"), [(1, "one more GPU, 2 in all"), (2, "two more GPUs, 4 in all")])
 def test_change_says_how_many_gpus_more_there_are(gpus: int, words: str) -> None:
     asked = question(machine_of(f"rtx4090:gpus={gpus}"), num_ranks=gpus)
@@ -149,3 +162,41 @@ def test_each_planned_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Planned(report=PlanReport(feasible=False, reasons=()))
     with_what_if(question(small_desktop()), planned, tell=lambda number, total: told.append((number, total)))
     assert told == [(number, 6) for number in range(6)]
+
+
+def on_cpu(**changes: Any) -> PlanQuestion:
+    """The question of a job on a machine without a GPU whose blocks can be measured."""
+    machine = small_desktop()
+    cpu = with_part(machine, gpus=with_part(machine.gpus, count=0))
+    return replace(question(cpu, measures=True, **changes), chooses_microbatches=False)
+
+
+def test_times_that_changes_lack_are_measured_before_they_are_planned_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = pretend_to_measure(monkeypatch)
+    monkeypatch.setattr(measuring_first, "fits", lambda *_: True)
+    monkeypatch.setattr(what_if, "_answer", lambda change, profiles, now: what_if._row(change.key, "", 1.0, 1.0, now))
+    monkeypatch.setattr(what_if, "_with_second_box", lambda *_: what_if._row("box", "", None, None, None))
+    told: list[object] = []
+    watcher = Watcher(see_measurement=lambda what, done, total: told.append((what, done, total)))
+    planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0))
+    with_what_if(on_cpu(), planned, watcher, tell=lambda number, _total: told.append(number))
+    what = "the model's blocks with 4 examples of 256 tokens"
+    assert told == [(what, 0, 2), (what, 1, 2), 0, 1, 2, 3], "a batch twice as large has sums of gradients"
+    assert len(measured) == 2
+
+
+def test_changes_of_a_job_whose_blocks_stay_unmeasured_are_compared_with_it_by_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan(question: PlanQuestion, profiles: Profiles) -> Planned:
+        assert profiles.is_by_rates
+        rate = 40.0 if question.training.batch_size == 8 else 20.0
+        return Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=rate))
+
+    monkeypatch.setattr(measuring_first, "fits", lambda *_: True)
+    monkeypatch.setattr(what_if, "plan_without_advice", plan)
+    monkeypatch.setattr(what_if, "best_plans", lambda *_, **__: [])
+    planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0, times_from="blocks"))
+    report = with_what_if(on_cpu(leaves_unmeasured=True), planned).report
+    assert {row.key: row.gain for row in report.what_if or ()} == {"batch": 1.0, "ssds": 0.0, "ram": 0.0, "box": None}
+    assert (report.tokens_per_s, report.measuring_s) == (10.0, 2 * MAX_S)

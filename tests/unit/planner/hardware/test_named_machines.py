@@ -6,9 +6,13 @@ from windlass.planner.hardware.hardware import Gpus, Hardware, example_machines,
 from windlass.planner.hardware.named_machines import (
     UnknownMachineError,
     desktops,
+    endurance_tbw_of,
     limit_in_words,
+    machine_name,
+    machine_names,
     machine_of,
     with_faster_card,
+    with_more_ram,
     with_more_ssds,
     with_one_more_gpu,
 )
@@ -49,6 +53,55 @@ def test_a_name_says_the_sizes_in_any_order() -> None:
     assert machine == machine_of("rtx3090:gpus=2,ram=256,ssds=4")
 
 
+@pytest.mark.parametrize(
+    ("written", "listed"),
+    [
+        ("RTX4090", "rtx4090"),
+        ("rtx 4090", "rtx4090"),
+        ("RTX-4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("GeForce RTX 3090:gpus=2", "rtx3090:gpus=2"),
+        ("Rtx_5090 : RAM = 128, SSDs = 2", "rtx5090:ram=128,ssds=2"),
+        ("RTX4090 Server", "rtx4090-server"),
+        ("A100_40G_SERVER", "a100-40g-server"),
+    ],
+)
+def test_a_name_may_be_written_in_several_ways(written: str, listed: str) -> None:
+    assert machine_name(written) == listed
+    assert machine_of(written) == machine_of(listed)
+
+
+def test_names_of_lists_are_written_as_they_are() -> None:
+    names = [*NAMES, *machine_names()]
+    assert [machine_name(name) for name in names] == names
+
+
+@pytest.mark.parametrize(("ram", "listed"), [(16, 64), (96, 128), (129, 256), (192, 256)])
+def test_a_size_of_ram_that_is_not_listed_changes_memory_only(ram: int, listed: int) -> None:
+    """Its rates are those of the next larger size, because a board runs so much memory as fast."""
+    machine, larger = (machine_of(f"rtx4090:ssds=2,ram={gib}") for gib in (ram, listed))
+    assert machine.host.memory_gib == ram - 4
+    assert machine.model_copy(update={"host": larger.host}) == larger
+    assert machine.host == larger.host.model_copy(update={"memory_gib": ram - 4})
+
+
+def test_more_ram_of_a_desktop_has_the_rates_of_that_size() -> None:
+    for ram, more in ((64, 128), (96, 160), (128, 192)):
+        assert with_more_ram(machine_of(f"rtx5090:ram={ram}"), 64) == machine_of(f"rtx5090:ram={more}")
+
+
+@pytest.mark.parametrize("name", ["rtx5090:ram=256", "memascend-2"])
+def test_more_ram_of_another_machine_is_as_fast_as_what_is_there(name: str) -> None:
+    machine = machine_of(name)
+    more = with_more_ram(machine, 64).host
+    assert more == machine.host.model_copy(update={"memory_gib": machine.host.memory_gib + 64})
+
+
+def test_endurance_is_known_of_a_desktops_ssds_only() -> None:
+    assert endurance_tbw_of(machine_of("rtx3090:ssds=3").ssds) == 1200
+    assert endurance_tbw_of(machine_of("rtx4090-server").ssds) is None
+
+
 def test_a_size_that_is_left_out_is_the_smallest() -> None:
     assert machine_of("rtx5090") == machine_of("rtx5090:gpus=1,ram=64,ssds=1")
     assert machine_of("rtx5090:ssds=2") == machine_of("rtx5090:gpus=1,ram=64,ssds=2")
@@ -68,16 +121,21 @@ def test_a_published_machine_is_its_file() -> None:
     [
         ("rtx4080", "no machine is named rtx4080; did you mean rtx4090"),
         ("nothing", "no machine is named nothing; there are the published a100-40g-server"),
-        ("RTX4090", "no machine is named RTX4090"),
+        ("RTX 4080", "no machine is named RTX 4080; did you mean rtx4090"),
+        ("4090", "no machine is named 4090; did you mean rtx4090"),
         ("rtx4090:", "nothing follows the colon; write rtx4090:gpus=4,ram=256,ssds=4"),
         ("rtx4090:ram", "'ram' is not one of gpus=…, ram=…, ssds=…"),
         ("rtx4090:ram=128,", "'' is not one of"),
         ("rtx4090:cpus=2", "'cpus=2' is not one of"),
         ("rtx4090:ram=128,ram=64", "ram is given twice"),
-        ("rtx4090:ram=96", "ram is '96'; there are 64, 128, 256"),
-        ("rtx4090:ram= 64", "ram is ' 64'; there are"),
+        ("rtx4090:ram=15", "ram is '15'; there are whole numbers of GiB from 16 to 256"),
+        ("rtx4090:ram=257", "ram is '257'; there are whole numbers of GiB from 16 to 256"),
+        ("rtx4090:ram=64.5", "ram is '64.5'; there are whole"),
+        ("rtx4090:ram=" + "9" * 5000, "there are whole"),
+        ("RTX 4090:RAM=128,ram=64", "ram is given twice"),
         ("rtx4090:gpus=3", "gpus is '3'; there are 1, 2, 4"),
         ("rtx4090-server:ssds=2", "rtx4090-server has one size"),
+        ("RTX4090 Server:ssds=2", "rtx4090-server has one size"),
     ],
 )
 def test_a_wrong_name_says_what_there_is(name: str, words: str) -> None:

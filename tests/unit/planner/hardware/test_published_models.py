@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from windlass.planner.hardware.model_shape import ModelShape, published_models, similar_models
+from windlass.planner.hardware.model_shape import ModelShape, published_model, published_models, similar_models
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.profiling.model_profiler import config_of_shape
 
@@ -89,13 +89,57 @@ def test_parameters_are_about_those_of_the_paper(name: str) -> None:
     ("name", "near"),
     [
         ("llama-3.1-71b", "llama-3.1-70b"),
-        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
-        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("mistral", "mistral-7b"),
     ],
 )
 def test_an_unknown_name_has_near_ones(name: str, near: str) -> None:
     assert near in similar_models(name)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_model_is_known_by_its_name_on_the_hub(name: str) -> None:
+    """The file of each shape names its model's page."""
+    path = published_models()[name]
+    hub_id = path.read_text().partition("\n")[0].removeprefix("# https://huggingface.co/")
+    assert hub_id.count("/") == 1
+    for written in (hub_id, hub_id.upper(), hub_id.rpartition("/")[2], name, name.upper()):
+        assert published_model(written) == path
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mistral-Large-Instruct-2407", "mistral-large-123b"),
+    ],
+)
+def test_training_and_format_leave_a_models_shape(written: str, name: str) -> None:
+    assert published_model(written) == published_models()[name]
+
+
+@pytest.mark.parametrize(
+    ("written", "near"),
+    [
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),  # its vocabulary is smaller
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-7B", "qwen2.5-7b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3.1-8b"),
+    ],
+)
+def test_another_model_of_a_family_is_no_published_shape(written: str, near: str) -> None:
+    assert published_model(written) is None
+    assert near in similar_models(written)
+
+
+@pytest.mark.parametrize("path", ["/models/llama-3.1-8b", "./gpt2", "~/gpt2", "models/meta-llama/llama-3.1-8b"])
+def test_a_path_is_no_name_of_a_published_model(path: str) -> None:
+    assert published_model(path) is None
 
 
 def test_a_name_like_no_other_has_no_near_one() -> None:

@@ -25,11 +25,9 @@ MACHINES = (
     "rtx5090:ram=64",
     "rtx4090-server",
 )
-# Seeds. Two of the first ones take 20 s each. The last one is of a plan that waited for updates.
-CASES = (*(seed for seed in range(25) if seed not in (5, 11)), 53)
+# Seeds. Two of the first ones take 20 s each. The others are of plans that waited for updates, or for links.
+CASES = (*(seed for seed in range(25) if seed not in (5, 11)), 31, 42, 53, 82, 86, 90, 123, 137)
 _MOST = 1.03
-# Not mended: Llama 3.1 8B, whose plan on the lesser machine is not among those simulated on the better one.
-_NOT_MENDED = {22: 1.04}
 KEPT = KeptShapes()
 
 
@@ -96,4 +94,4 @@ def test_more_of_a_resource_gives_no_slower_plan(case: int) -> None:
     plain_s, better_s = step_s(question), step_s(replace(question, hardware=more))
     if plain_s is not None:
         assert better_s is not None
-        assert better_s <= _NOT_MENDED.get(case, _MOST) * plain_s
+        assert better_s <= _MOST * plain_s

@@ -12,10 +12,12 @@ from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus
-from windlass.planner.planning.simulated_search import fastest_plan
+from windlass.planner.planning import gpu_choice
+from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus, plan_without_advice
+from windlass.planner.planning.simulated_search import best_plan, fastest_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
+from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
@@ -75,6 +77,43 @@ def test_the_choice_is_told_with_what_other_numbers_would_give(
     chosen: int, rates: dict[int, float], most: int, expected: str
 ) -> None:
     assert in_words(chosen, rates, most=most) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "alone", "lanes", "expected"),
+    [
+        (4, 12.5, 1, "4 GPUs: 1.6x of one; with 2 it would be 1.3x"),
+        (4, None, 4, "4 GPUs: 2x of one with 4 lanes; with 2 it would be 1.6x"),
+        (4, 10.0, 3, "4 GPUs: 2x of one with 3 lanes; with 2 it would be 1.6x"),
+        (
+            1,
+            12.5,
+            1,
+            "one GPU, because more would not be faster; with 2 it would be 1.6x; with 4 it would be 2x; "
+            "a job for one GPU has one lane, and would be 1.2x",
+        ),
+    ],
+)
+def test_numbers_are_compared_with_one_gpu_by_itself_or_the_lanes_of_the_other_are_told(
+    chosen: int, alone: float | None, lanes: int, expected: str
+) -> None:
+    rates = {1: 10.0, 2: 16.0, 4: 20.0}
+    assert in_words(chosen, rates, most=4, alone=alone, lanes=lanes) == expected
+
+
+def test_job_with_a_lane_for_each_gpu_is_compared_with_a_job_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_formula(asked: PlanQuestion, profiles: Profiles, _: object) -> Any:
+        return *best_plan(asked, profiles), None
+
+    monkeypatch.setattr(gpu_choice, "fastest_plan", by_formula)
+    asked = replace(question(num_ranks=2, tflops=0.5).changed(lanes=2), kept_shapes=KeptShapes())
+    found = choose_gpus(asked)
+    best, (with_lanes,) = found.planned.report, [other.report for other in found.others]
+    one = replace(asked.changed(lanes=1), num_ranks=1, chooses_ranks=False)
+    alone = plan_without_advice(one, Profiles(one)).report
+    ratio, with_equal_lanes = (best.tokens_per_s / each.tokens_per_s for each in (alone, with_lanes))
+    assert best.reasons[1] == f"2 GPUs: {ratio:.2g}x of one"
+    assert f"{ratio:.2g}" != f"{with_equal_lanes:.2g}"
 
 
 def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:

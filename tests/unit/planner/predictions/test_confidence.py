@@ -58,6 +58,20 @@ def test_interval_is_wider_for_rates_and_for_disturbed_measurements() -> None:
     assert by_rates.low_s < disturbed.low_s < by_blocks.low_s < 3.0
 
 
+def test_step_may_take_less_without_the_other_work_of_a_measurement() -> None:
+    alone, busy = (step_interval(3.0, TimesFrom.BLOCKS, others=others) for others in (0.0, 0.6))
+    assert busy.low_s == pytest.approx(0.4 * alone.low_s)
+    assert busy.high_s == alone.high_s
+
+
+def test_interval_of_rates_is_as_wide_as_is_assumed_until_jobs_are_known() -> None:
+    usual, wide = (step_interval(3.0, TimesFrom.RATES, spread=spread) for spread in (None, 0.7))
+    assert wide.low_s < usual.low_s < usual.high_s < wide.high_s
+    errors = [1.1] * 6
+    known = step_interval(3.0, TimesFrom.RATES, errors=errors)
+    assert step_interval(3.0, TimesFrom.RATES, errors=errors, spread=0.7) == known
+
+
 def test_a_single_job_that_went_wrong_counts_no_more_than_threefold() -> None:
     assert step_interval(3.0, TimesFrom.BLOCKS, errors=[50.0]) == step_interval(3.0, TimesFrom.BLOCKS, errors=[3.0])
 

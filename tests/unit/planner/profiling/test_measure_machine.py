@@ -29,7 +29,7 @@ def test_all_rates_are_measured(precision: Precision) -> None:
         for name, rate in dataclasses.asdict(rates).items()
         if not name.endswith(("device", "devices", "device_nbytes"))
     }
-    assert len(numbers) == 6
+    assert len(numbers) == 7
     # A number beyond this range (the slowest machine under load; the speed of light between cores) has a wrong unit.
     assert all(1e4 < rate < 1e15 for rate in numbers.values()), numbers
 

@@ -1,6 +1,7 @@
 """Times of a model's blocks on this device."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ QUICK = {("Qwen2", True), ("Mixtral", False)}
     ],
 )
 def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_model, "_MAX_S", 0.1)  # precision does not matter here
+    monkeypatch.setattr(measure_model, "MAX_S", 0.1)  # precision does not matter here
     config = ARCHITECTURES[name].config(tied=tied, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
@@ -53,7 +54,7 @@ def test_every_block_has_its_times(name: str, tied: bool, monkeypatch: pytest.Mo
 def test_one_time_work_of_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the first use of a kernel loads it, which took longer than half of the time for all rounds."""
     monkeypatch.setattr(measure_model, "_STANDARD_ERROR", 10.0)  # three rounds are enough
-    monkeypatch.setattr(measure_model, "_MAX_S", 60.0)
+    monkeypatch.setattr(measure_model, "MAX_S", 60.0)
     whole_round, taken_s = measure_model.BlockBench.round, []
 
     def first_takes_long(bench: measure_model.BlockBench) -> Any:
@@ -109,8 +110,16 @@ def test_slow_passes_are_measured_twice_to_know_their_error(
     assert (measured.standard_error > LARGEST_ERROR) == is_disturbed
 
 
+def test_measurement_says_how_much_other_work_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_model, "LONG_S", 0.0)
+    monkeypatch.setattr(measure_model, "OtherWork", lambda: SimpleNamespace(share=lambda: 0.6))
+    config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
+    profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
+    assert measure_blocks(profile, config, Precision.BF16, torch.device("cpu")).others == 0.6
+
+
 def test_slow_block_is_measured_with_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)
+    monkeypatch.setattr(measure_model, "LONG_S", 0.0)
     config = ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     measured = measure_blocks(profile, config, Precision.BF16, torch.device("cpu"))
@@ -125,7 +134,7 @@ def test_slow_block_is_measured_with_all_kept(monkeypatch: pytest.MonkeyPatch) -
 def test_gradients_are_summed_and_converted_as_in_a_job(
     tied: bool, slice_tokens: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # two passes
+    monkeypatch.setattr(measure_model, "LONG_S", 0.0)  # two passes
     monkeypatch.setattr(slice_sizes, "MIN_SLICE_TOKENS", slice_tokens)
     monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", slice_tokens)
     config = ARCHITECTURES["Qwen2"].config(tied=tied, dropout=0.0)
@@ -152,7 +161,7 @@ def test_gradients_are_summed_and_converted_as_in_a_job(
 
 @pytest.mark.long
 def test_norms_of_several_lanes_are_measured_apart_from_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_model, "_LONG_S", 0.0)  # two passes
+    monkeypatch.setattr(measure_model, "LONG_S", 0.0)  # two passes
     config = ARCHITECTURES["Llama"].config(tied=False, dropout=0.0)
     profile = profile_config(config, Precision.BF16, num_examples=2, num_tokens=16)
     norm, norms = measure_model.squared_norm, measure_model.portable_squared_norms

@@ -43,6 +43,14 @@ def test_flops_are_those_of_the_formula() -> None:
     assert [layer.num_flops for layer in profile.layers] == [products + attention] * 3
     assert profile.head.num_flops == 2 * hidden * 128 * batch * tokens
     assert profile.num_flops == 3 * (products + attention) + profile.head.num_flops
+    assert profile.layers[0].work.num_attention_flops == attention
+
+
+def test_bytes_beside_operators_are_those_of_gradients_and_of_the_loss() -> None:
+    profile = profile_config(config_of_shape(GPT, num_tokens=32), Precision.BF16, num_examples=2, num_tokens=32)
+    assert [block.moved_nbytes for block in profile.blocks[:-1]] == [16 * block.numel for block in profile.blocks[:-1]]
+    # Three times written and read: a logit in bf16, and in fp32 itself and its log-probability. The matrix is tied.
+    assert profile.head.moved_nbytes == 16 * 128 * 64 + 6 * (2 + 4 + 4) * 128 * 2 * 32
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])

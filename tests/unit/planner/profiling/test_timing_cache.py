@@ -1,6 +1,7 @@
 """Measured times of a model's blocks are reused by later jobs with the same question."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from windlass.planner.cost.model_profile import AgainTimes, TimesFacts
 from windlass.planner.profiling import MachinePace
 from windlass.planner.profiling import timing_cache as kept_times
 from windlass.planner.profiling.block_times import BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.machine_pace import Pace
 from windlass.planner.profiling.timing_cache import TimingCache
 
 CONFIG = ARCHITECTURES["Qwen2"].config(tied=True, dropout=0.0)
@@ -23,9 +25,9 @@ class Measuring:
     """Measures new times at every measurement."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "kept"
+        self.folder = folder / "kept"
         self._number = 0
-        self.standard_error = 0.01
+        self.standard_error, self.others = 0.01, 0.0
 
     def measure(self) -> MeasuredBlocks:
         self._number += 1
@@ -33,19 +35,26 @@ class Measuring:
             block: BlockTimes(forward_s=float(self._number), backward_s=0.5, again=AGAIN if block == 1 else None)
             for block in range(3)
         }
-        return MeasuredBlocks(times=times, standard_error=self.standard_error)
+        return MeasuredBlocks(times=times, standard_error=self.standard_error, others=self.others)
 
     def number(self, config: Any = CONFIG, asked: Any = None, machine: Any = None, *, is_alone: bool = True) -> float:
         """The number of the measurement that the answer comes from."""
-        kept = TimingCache(folder=self._folder, machine=machine or MACHINE, is_alone=is_alone)
+        kept = TimingCache(folder=self.folder, machine=machine or MACHINE, is_alone=lambda: is_alone)
         found = kept.of(config, asked or ASKED, self.measure)
         assert found.keys() == {0, 1, 2}
         assert {each.backward_s for each in found.values()} == {0.5}
         assert [found[block].again for block in range(3)] == [None, AGAIN, None]
         return found[2].forward_s
 
+    def facts(self) -> TimesFacts | None:
+        """The facts that are stored about the times of the usual question."""
+        stored = TimingCache(folder=self.folder, machine=MACHINE, is_alone=lambda: True).known(CONFIG, ASKED)
+        assert stored is not None
+        (facts,) = {times.facts for times in stored.values()}
+        return facts
+
     def files(self) -> list[Path]:
-        return sorted(self._folder.iterdir())
+        return sorted(self.folder.iterdir())
 
 
 class Clock:
@@ -76,7 +85,7 @@ def test_the_same_question_is_measured_once(measuring: Measuring) -> None:
 
 def test_the_marker_is_there_while_blocks_are_measured_only(measuring: Measuring, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    kept = TimingCache(folder=tmp_path / "kept", machine=MACHINE, is_alone=True, marker=marker)
+    kept = TimingCache(folder=tmp_path / "kept", machine=MACHINE, is_alone=lambda: True, marker=marker)
 
     def measure() -> MeasuredBlocks:
         assert marker.exists()
@@ -123,6 +132,23 @@ def test_times_measured_beside_a_job_hold_for_minutes_and_for_plans_beside_a_job
     assert measuring.number() == 3
 
 
+def test_times_that_no_longer_hold_are_used_where_none_are_measured(clock: Clock, measuring: Measuring) -> None:
+    measuring.number(is_alone=False)
+    clock.now_s += kept_times._DISTURBED_HOLD_S
+    kept = TimingCache(folder=measuring.folder, machine=MACHINE, is_alone=lambda: False)
+    assert kept.known(CONFIG, ASKED) is None
+    assert replace(kept, takes_lapsed=True).known(CONFIG, ASKED) is not None
+
+
+def test_times_during_whose_measurement_a_job_began_hold_for_minutes(clock: Clock, measuring: Measuring) -> None:
+    answers = iter([True, False])
+    kept = TimingCache(folder=measuring.folder, machine=MACHINE, is_alone=lambda: next(answers))
+    kept.of(CONFIG, ASKED, measuring.measure)
+    assert measuring.number(is_alone=False) == 1
+    clock.now_s += kept_times._DISTURBED_HOLD_S
+    assert measuring.number(is_alone=False) == 2
+
+
 def test_imprecise_times_hold_for_minutes(clock: Clock, measuring: Measuring) -> None:
     """The same question asked again would else be measured again, and would have another answer."""
     measuring.standard_error = 0.2
@@ -132,6 +158,31 @@ def test_imprecise_times_hold_for_minutes(clock: Clock, measuring: Measuring) ->
     clock.now_s += kept_times._DISTURBED_HOLD_S
     measuring.standard_error = 0.05
     assert measuring.number() == 3
+    clock.now_s += 1e6
+    assert measuring.number() == 3
+
+
+def test_times_of_a_busy_machine_hold_until_it_is_less_busy(
+    clock: Clock, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They agreed with each other, were stored for good, and all later plans of that shape were too slow."""
+    now = {"others": 0.6}
+    pace = MachinePace(lambda: Pace(seconds=0.25, others=now["others"]), kept_s=0.0)
+    monkeypatch.setattr(kept_times, "this_machine", lambda: pace)
+    measuring.others = 0.6
+    assert measuring.number() == 1
+    assert measuring.facts() == TimesFacts(standard_error=0.01, others=0.6)
+    now["others"] = 0.0
+    assert measuring.number() == 1, "the same answer for minutes"
+    clock.now_s += kept_times._DISTURBED_HOLD_S
+    now["others"] = 0.35
+    assert measuring.number() == 1
+    measuring.others = now["others"] = 0.25
+    assert measuring.number() == 2, "half as much runs"
+    clock.now_s += kept_times._DISTURBED_HOLD_S
+    measuring.others = now["others"] = 0.09
+    assert measuring.number() == 3
+    assert measuring.facts() == TimesFacts(standard_error=0.01, pace_s=0.25)
     clock.now_s += 1e6
     assert measuring.number() == 3
 
@@ -162,10 +213,7 @@ def test_the_newest_are_kept(measuring: Measuring, monkeypatch: pytest.MonkeyPat
 def test_times_are_stored_with_their_error_and_the_machines_pace(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pace = MachinePace(lambda: 0.25)
+    pace = MachinePace(lambda: Pace(seconds=0.25))
     monkeypatch.setattr(kept_times, "this_machine", lambda: pace)
     measuring.number()
-    kept = TimingCache(folder=measuring.files()[0].parent, machine=MACHINE, is_alone=False)
-    stored = kept.known(CONFIG, ASKED)
-    assert stored is not None
-    assert {times.facts for times in stored.values()} == {TimesFacts(standard_error=0.01, pace_s=0.25)}
+    assert measuring.facts() == TimesFacts(standard_error=0.01, pace_s=0.25)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
-from windlass.engine.memory_plan import MIN_PASSING_BLOCKS, MIN_STATE_DEPTH
+from windlass.engine.memory_plan import MIN_PASSING_BLOCKS, MIN_STATE_DEPTH, RECOMPUTE_ALL
 from windlass.engine.training_config import TrainingConfig
+from windlass.planner.cost import ActivationOption, LayerProfile, ways_of_layer
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import ModelShape, load, machine_of, published_models
 from windlass.planner.planning.simulated_search import best_plan
@@ -279,13 +280,25 @@ def test_more_device_memory_where_plans_begin_to_fit_is_never_slower(
 
 def cost_with(name: str, share: float) -> float:
     """Returns the cost of the best plan with a share of the memory of a GPU."""
+    question = question_of(name, share)
+    return best_plan(question, Profiles(question))[1].cost
+
+
+def question_of(name: str, share: float) -> PlanQuestion:
+    """A model by name, on a desktop with a share of the memory of a GPU."""
     hardware = machine_of("rtx4090:ram=128,ssds=2")
-    hardware = with_part(hardware, gpus=with_part(hardware.gpus, memory_gib=hardware.gpus.memory_gib * share))
-    shape = load(ModelShape, published_models()[name])
-    question = PlanQuestion(
-        config=ShapeConfig(shape=shape, num_tokens=1024),
-        hardware=hardware,
+    return PlanQuestion(
+        config=ShapeConfig(shape=load(ModelShape, published_models()[name]), num_tokens=1024),
+        hardware=with_part(hardware, gpus=with_part(hardware.gpus, memory_gib=hardware.gpus.memory_gib * share)),
         training=TrainingConfig(batch_size=8, sequence_length=1024, clip_norm=1.0, total_steps=1),
         kept_shapes=KeptShapes(),
     )
-    return best_plan(question, Profiles(question))[1].cost
+
+
+def test_layers_that_may_not_recompute_all_of_their_activations_get_a_plan() -> None:
+    def ways(layer: LayerProfile) -> list[ActivationOption]:
+        return [way for way in ways_of_layer(layer) if way.choice != RECOMPUTE_ALL]
+
+    question = replace(question_of("gpt2-xl", 1.0), ways=ways)
+    _, solution = best_plan(question, Profiles(question))
+    assert RECOMPUTE_ALL not in solution.placement.activations

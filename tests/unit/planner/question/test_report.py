@@ -6,7 +6,9 @@ import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
 from windlass.amounts import GIB
-from windlass.planner.question.report import choices_of, report_of
+from windlass.planner.hardware.named_machines import machine_of
+from windlass.planner.question.report import PlanReport, choices_of, peak_limits_gib, report_of, with_limits
+from windlass.planner.solver.memory_limits import limits_of
 from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.planned_job import Limits
 
@@ -44,3 +46,17 @@ def test_swapped_activations_are_those_of_all_gpus(num_ranks: int) -> None:
     choices = choices_of(job, replace(solution, placement=placement))
     assert choices["activations_on_host_gib"] == num_ranks
     assert choices["activations_on_ssd_gib"] == 3 * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_ranks", "host", "device"), [(1, 1, 64.0, 24.0), (2, 2, 64.0, 24.0), (0, 1, 64.0, 62.5)]
+)
+def test_peaks_without_budgets_may_be_all_of_a_machines_memory(
+    gpus: int, num_ranks: int, host: float, device: float
+) -> None:
+    """The device of a machine without GPUs has the host's memory, less that of processes."""
+    machine = machine_of("rtx4090:gpus=2,ram=68")
+    machine = machine.model_copy(update={"gpus": machine.gpus.model_copy(update={"count": gpus})})
+    report = PlanReport(feasible=True, reasons=(), choices={"gpus": num_ranks})
+    report = with_limits(report, limits_of(machine, num_ranks))
+    assert peak_limits_gib(report, is_cpu=not gpus) == {"gpu": device, "host": host, "ssd": 1800.0}

@@ -23,7 +23,7 @@ from windlass.engine.memory_plan.queue_depths import (
 from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.planner.solver import solution as solutions
 from windlass.planner.solver.family import bases_of, cut_bases_of, cuts_of, group_sizes, kinds_of
-from windlass.planner.solver.placement_search import Solve, _Search, search, solve_job
+from windlass.planner.solver.placement_search import Solve, _Search, _traits, search, solve_job
 from windlass.planner.solver.planned_job import Limits, PlannedJob, values_by_tier
 from windlass.planner.solver.program.integer_program import Assignment, outcome_of, solve
 from windlass.planner.solver.solution import DoesNotFitError, Solution, commit_every_of, solution_of, solved
@@ -459,6 +459,16 @@ def test_matrices_are_cut_where_whole_ones_do_not_fit_or_leave_too_little_memory
         assert ends == ({False, True} if num_lanes == 1 else {False})
 
 
+def test_ends_come_in_pieces_only_where_no_layer_shares_params() -> None:
+    tied = make_job(keeps_grads=True, is_tied=True, num_microbatches=2)
+    blocks = range(len(tied.model.shared))
+    for user, expected in ((blocks[-1], {False, True}), (1, {False})):
+        shared = tuple((block, 0) if block == user else (block,) for block in blocks)
+        job = with_cuts(replace(tied, model=replace(tied.model, shared=shared)), 2**20)
+        found = {cut.streams_ends for base in bases_of(job, make_speeds(), PLENTY) for cut in cut_bases_of(base)}
+        assert found == expected
+
+
 def test_cuts_are_powers_of_four_below_the_largest_matrix() -> None:
     assert cuts_of(2**24) == ()
     assert cuts_of(2**24 + 1) == cuts_of(2**26) == (2**24,)
@@ -590,3 +600,15 @@ def test_activation_slots_of_each_rank_count() -> None:
     assert plan.arena_nbytes <= tight.host_nbytes
     ranks_nbytes = 2 * plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES
     assert solution.nbytes[MemoryTier.SSD] == plan.ssd_nbytes + ranks_nbytes
+
+
+def test_others_differ_in_more_than_the_depth_of_queues_as_long_as_there_are_such() -> None:
+    jobs = [make_job(num_microbatches=number) for number in (1, 2, 4, 8)]
+    for most in (2, 20):
+        found = search(jobs, make_speeds(), limits(110, 600), num_others=most, near=0.05)
+        plans = [found.best, *found.others]
+        differ = [
+            _traits(plan.costs) not in {_traits(other.costs) for other in plans[:i]} for i, plan in enumerate(plans)
+        ]
+        assert differ == sorted(differ, reverse=True)
+        assert all(differ) == (most == 2)

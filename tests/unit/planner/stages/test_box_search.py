@@ -11,9 +11,8 @@ import pytest
 from tests.support.planner.stage_jobs import NUM_TOKENS, SHAPE, box_plans, kind_of, question_on, server
 from windlass.planner.feasibility.feasibility import least_memory_of, with_part
 from windlass.planner.feasibility.shortfall import least_gpu
-from windlass.planner.planning.simulated_search import best_plan
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.question.profiles import Profiles
-from windlass.planner.simulation.planned_job import simulated_step_s
 from windlass.planner.stages import box_search, predicted
 from windlass.planner.stages.box_plans import BoxPlan, BoxPlans, agree
 from windlass.planner.stages.box_search import (
@@ -98,12 +97,12 @@ def test_the_network_carries_the_hidden_states_and_their_gradients_once_a_step()
 
 def test_one_box_has_the_plan_of_a_job_on_one_box() -> None:
     question = question_on(server())
-    _, solution = best_plan(question, Profiles(question))
+    _, solution, step_s = fastest_plan(question, Profiles(question))
     (alone,) = plans_over_boxes([kind_of(with_part(server(), network_gb_per_s=None), 1)])
     assert alone.formula_step_s == pytest.approx(solution.step_s, rel=0.01)
     # Its step is that of a job on one box: no less than its bounds, and with what queues.
     assert alone.is_simulated
-    assert alone.step_s == pytest.approx(simulated_step_s(solution, Profiles(question).layout, num_cores=1), rel=0.01)
+    assert alone.step_s == pytest.approx(step_s, rel=0.01)
 
 
 @pytest.mark.long

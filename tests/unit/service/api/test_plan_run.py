@@ -46,6 +46,7 @@ class Planners:
     def __init__(self, home: Path, *answers: Any) -> None:
         self.home, self.limits = home, RateLimits(60)
         self.num_renewed, self.num_begun = 0, 0
+        self.is_alone = True  # no job computes on this machine
         self.measured = home / "measured"  # a measurement ends once this file is there
         self._answers = list(answers)
 
@@ -60,7 +61,9 @@ class Planners:
             return [first]
         return [
             first,
-            _step(folder, MEASURE_BLOCKS, '{"ok": true}', str(self.measured)),
+            replace(
+                _step(folder, MEASURE_BLOCKS, '{"ok": true}', str(self.measured)), instead=_step(folder, PLAN_JOB, "{}")
+            ),
             _step(folder, PLAN_JOB, json.dumps(PLAN)),
         ]
 
@@ -81,6 +84,7 @@ def planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     def make(*answers: Any) -> Planners:
         made = Planners(tmp_path, *answers)
         monkeypatch.setattr(plan_run, "plan_steps_apart", made.steps)
+        monkeypatch.setattr(plan_run, "no_job_runs", lambda _: made.is_alone)
         return made
 
     return make
@@ -182,7 +186,7 @@ def test_plan_that_waited_for_a_measurement_waits_for_memory_as_well(
         with monkeypatch.context() as patched:
             patched.setattr(PreparationMemory, "free_nbytes", lambda _: 0)
             assert run.poll() is None
-        monkeypatch.undo()
+        monkeypatch.setattr(plan_run, "_WAIT_S", 60.0)
         made.measured.touch()
         assert finish(run).step_s == 2.0
 
@@ -214,3 +218,17 @@ def test_abandoned_measurement_is_ended_at_once(planners: Callable[..., Planners
     with made.limits.measurements.entered(None):
         pass
     assert list(made.home.iterdir()) == []
+
+
+def test_measurement_is_told_of_a_job_that_began_while_it_waited(planners: Callable[..., Planners]) -> None:
+    made = planners(LACKS_TIMES)
+    with running(made, measures=True) as run:
+        with made.limits.measurements.entered("another"):
+            while run.progress() is None:
+                assert run.poll() is None
+            made.is_alone = False
+        while run._preparation.process is None:
+            assert run.poll() is None
+        assert run._step is not None
+        assert run._step.name == MEASURE_BLOCKS
+        assert run._step.disturbed_path.exists()

@@ -17,6 +17,7 @@ from windlass.service.cli.errors import reported
 from windlass.service.cli.plan.command import plan
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
+from windlass.service.validation.setting_values import MAX_BOXES
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.repositories.boxes import HEAD_ID, BoxRepository
 
@@ -58,6 +59,13 @@ def test_plans_over_boxes_are_told_as_json(shape: str) -> None:
 
 
 @pytest.mark.long
+def test_plan_over_boxes_by_a_name_on_the_hub_tells_the_shape(shape: str) -> None:
+    job = ("Qwen/Qwen2.5-0.5B-Instruct", *SERVER, "--boxes", "1", "--num-microbatches", "1")
+    assert run(*job).output.startswith("the model has the published shape qwen2.5-0.5b\n")
+    assert json.loads(run(*job, "--json").output)["shape"] == "qwen2.5-0.5b"
+
+
+@pytest.mark.long
 def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
     kinds = (*SERVER, "--hardware", "rtx3090", "--boxes", "1", "--boxes", "1", "--network", "25")
     plans = json.loads(run(shape, *kinds, "--json").output)["plans"]
@@ -75,7 +83,9 @@ def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
         (("--network", "10"), "--network: one box sends nothing; add --boxes"),
         (("--hardware", "rtx3090"), "--hardware: several kinds of boxes; add --boxes"),
         (("--boxes", "2", "--boxes", "1", "--network", "10"), "--boxes: 2 numbers for 1 kinds of boxes"),
-        (("--boxes", "0", "--network", "10"), "--boxes: 0 is neither a number from 1 to 64 nor names of boxes"),
+        (("--boxes", "0", "--network", "10"), "--boxes: 0 is neither a number from 1 to 16 nor names of boxes"),
+        (("--boxes", str(MAX_BOXES + 1)), f"--boxes: {MAX_BOXES + 1} is neither a number from 1 to {MAX_BOXES}"),
+        (("--boxes", str(MAX_BOXES), "--boxes", "1"), f"--boxes: {MAX_BOXES + 1} boxes in all; a job has at most"),
         (("--boxes", "head,", "--network", "10"), "--boxes: head, is neither a number"),
         (("--boxes", "attic,attic", "--network", "10"), "--boxes: attic,attic is neither"),
         (("--boxes", "head,attic", "--network", "10"), "--boxes: names say which machines they are"),
@@ -89,6 +99,13 @@ def test_options_that_do_not_go_together_are_refused(shape: str, arguments: tupl
     result = run(shape, *SERVER, *arguments)
     assert result.exit_code != 0
     assert told in " ".join(result.output.split())
+
+
+def test_more_names_of_boxes_than_a_job_may_have_are_refused(shape: str) -> None:
+    names = ",".join(f"box{number}" for number in range(MAX_BOXES + 1))
+    result = run(shape, "--boxes", names, "--network", "10")
+    assert result.exit_code == 1
+    assert f"--boxes: {MAX_BOXES + 1} boxes in all; a job has at most {MAX_BOXES}" in " ".join(result.output.split())
 
 
 @pytest.mark.long

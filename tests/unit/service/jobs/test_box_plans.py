@@ -75,6 +75,10 @@ def test_equal_boxes_are_of_one_kind() -> None:
     assert len({KIND.key, *(other.key for other in others)}) == 1 + len(others)
 
 
+def test_kinds_have_the_keys_by_which_the_version_before_stored_their_plans() -> None:
+    assert KIND.key == "fe204c9869d7f352"
+
+
 def test_request_for_another_kind_is_about_its_machine_and_measures_nothing(settings: Settings, job: Job) -> None:
     kinds = [KIND, replace(KIND, hardware=None)]
     [(key, request_of)] = requests_for_kinds(settings, job, kinds, num_devices=1).items()

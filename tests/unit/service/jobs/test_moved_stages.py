@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.actors.local_move import move_locally
 from tests.support.actors.whole_jobs import Run
 from tests.support.cut_off import CutOff
 from tests.support.service.prepared_jobs import RESULTS, job_of, windlass_settings
@@ -17,7 +18,6 @@ from windlass.actors.job.spec import JobSpec
 from windlass.actors.messages import Message, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.actors.runtime.moving.division import MoveSpec
-from windlass.actors.runtime.moving.local_move import move_locally
 from windlass.engine.model.partition import partition_folder
 from windlass.planner.hardware.hardware import Hardware
 from windlass.planner.stages.job_stages import plan_stages

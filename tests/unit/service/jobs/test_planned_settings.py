@@ -265,7 +265,7 @@ def test_plan_question_has_the_request_s_values(tmp_path: Path) -> None:
     question = question_of(request, CONFIG)
     shared = {field.name for field in fields(PlanQuestion)} & REQUEST_FIELDS
     chosen = {f"chooses_{name}" for name in ("microbatches", "cut", "order", "ranks")}
-    assert shared == {*numbers, *chosen, "hardware", "training", "measures_apart"}
+    assert shared == {*numbers, *chosen, "hardware", "training", "measures_apart", "leaves_unmeasured"}
     # Where the search for a number of micro-batches begins follows from the rest.
     least = replace(request.training, num_microbatches=question.least_microbatches)
     assert question.training == least != request.training

@@ -25,6 +25,7 @@ RATES = {
     "num_devices": 0,
     "device_nbytes": None,
     "flops": 1.23456e12,
+    "fp32_flops": 0.345678e12,
     "h2d_bytes": 10e9,
     "d2h_bytes": 11e9,
     "duplex_bytes": 15e9,
@@ -60,6 +61,7 @@ def test_rates_become_a_profile() -> None:
     ssds = [measurement(1, read=6e9, free_gib=100), measurement(2, read=4e9, free_gib=300)]
     hardware = hardware_of(RATES, memory_nbytes=8 * GIB, ssds=ssds)
     assert (hardware.gpus.count, hardware.gpus.memory_gib, hardware.gpus.tflops) == (0, 8.0, 1.235)
+    assert hardware.gpus.fp32_tflops == 0.3457
     assert hardware.host.memory_gib == 8.0
     assert hardware.ssds.model_dump() == {
         "count": 2,
@@ -73,11 +75,11 @@ def test_rates_become_a_profile() -> None:
 
 def test_directories_on_one_disk_share_it() -> None:
     ssds = [measurement(1, read=6e9, free_gib=100)] * 2
-    gpu = {"device_nbytes": 24 * GIB, "num_devices": 1}
+    gpu = {"device_nbytes": 24 * GIB, "num_devices": 1, "fp32_flops": None}
     found = hardware_of(RATES | gpu, memory_nbytes=8 * GIB, ssds=ssds)
     assert (found.ssds.count, found.ssds.read_gb_per_s, found.ssds.capacity_gib) == (2, 3.0, 50.0)
     assert found.ssds.combined_gb_per_s == 4.5
-    assert (found.gpus.count, found.gpus.memory_gib) == (1, 24)
+    assert (found.gpus.count, found.gpus.memory_gib, found.gpus.fp32_tflops) == (1, 24, None)
 
 
 @pytest.mark.parametrize(("num_devices", "duplex"), [(0, None), (1, 15.0)])

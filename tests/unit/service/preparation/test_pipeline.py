@@ -301,9 +301,10 @@ def test_plan_with_times_that_lack_is_made_again_after_their_measurement(tmp_pat
     unmeasured = dataclasses.replace(asked, may_measure=False)
     assert (step.instead.name, _asked(step.instead)) == (PLAN_JOB, unmeasured)
     assert plan(results) is None
-    last = plan({**results, MEASURE_BLOCKS: {"ok": True}})
-    assert last is not None
-    assert _asked(last) == unmeasured
+    for alone in (True, False):
+        last = plan({**results, MEASURE_BLOCKS: {"ok": True, "alone": alone}})
+        assert last is not None
+        assert _asked(last) == dataclasses.replace(unmeasured, is_alone=alone)
 
 
 @pytest.mark.parametrize(("num_gpus", "threads"), [(1, None), (0, None)])
@@ -312,6 +313,27 @@ def test_plan_for_another_machine_is_one_step(tmp_path: Path, num_gpus: int, thr
     (step,) = plan_steps_apart(tmp_path, asked)
     assert isinstance(step, PreparationStep)
     assert _asked(step) == asked
+
+
+def test_plan_that_leaves_blocks_unmeasured_is_one_step(tmp_path: Path) -> None:
+    asked = dataclasses.replace(_plan_request(tmp_path, 0, 4), leaves_unmeasured=True)
+    (step,) = plan_steps_apart(tmp_path, asked)
+    assert isinstance(step, PreparationStep)
+    assert (_asked(step), step.instead) == (asked, None)
+
+
+@pytest.mark.parametrize("is_alone_first", [False, True])
+def test_step_that_measures_is_told_of_a_job_that_computes_as_it_begins_or_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_alone_first: bool
+) -> None:
+    monkeypatch.setattr(preparation, "_LOOK_S", 0.0)
+    paths = _step(tmp_path, _OK)
+    begins = f"open({str(paths.measuring_path)!r}, 'w')\n" if is_alone_first else ""
+    waits = f"while not os.path.exists({str(paths.disturbed_path)!r}): time.sleep(0.01)\n"
+    step = dataclasses.replace(_step(tmp_path, begins + waits + _OK), instead=_step(tmp_path, "sys.exit(3)"))
+    made, answers = Preparation([step], work_dir=tmp_path), iter([is_alone_first])
+    made.is_alone = lambda: next(answers, False)
+    assert _finish(made)["first"]["ok"]
 
 
 def _asked(step: PreparationStep) -> PlanRequest:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.yaml_files import load
 from windlass.service.installation.machine import Gpu
@@ -32,6 +33,7 @@ class Bench:
         self.precision: Precision | None = None
         self.told: list[str] = []
         self.failure: Exception | None = None
+        self.profile = PROFILE
 
     @property
     def path(self) -> Path:
@@ -43,7 +45,7 @@ class Bench:
         if self.failure is not None:
             raise self.failure
         tell("measuring this and that")
-        return PROFILE
+        return self.profile
 
     def up(self) -> str:
         """The messages of a start."""
@@ -124,6 +126,16 @@ def test_a_machine_that_has_changed_is_measured_in_the_precision_that_was_asked_
     bench.up()
     assert bench.precision is Precision.FP16
     assert "in fp16" in bench.path.read_text()
+
+
+def test_cpu_whose_profile_has_no_rate_in_fp32_is_measured_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs in fp32 were planned by the rate in bf16, four times as fast."""
+    monkeypatch.setattr(measured_machine, "find_gpus", lambda: ())
+    bench.profile = with_part(PROFILE, gpus=with_part(PROFILE.gpus, count=0))
+    bench.up()
+    bench.profile = with_part(PROFILE, gpus=with_part(PROFILE.gpus, count=0, fp32_tflops=0.2))
+    assert "no rate in fp32" in bench.up()
+    assert (bench.up(), bench.num_measured) == ("", 2)
 
 
 def test_profile_measured_by_doctor_is_used(bench: Bench) -> None:

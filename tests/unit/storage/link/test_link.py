@@ -47,8 +47,6 @@ def test_pull_gets_the_offered_bytes_both_ways(tmp_path: Path, protection: Prote
     assert [bytes(slot) for slot in slots] == there
     assert [bytes(slot) for slot in back_slots] == back
     assert traffic.nbytes_in == traffic.nbytes_out == sum(sizes)
-    assert sum(span.nbytes for span in traffic.spans) == 2 * sum(sizes)
-    assert all(span.start_s <= span.end_s for span in traffic.spans)
 
 
 def test_offer_to_two_boxes_ends_when_both_have_pulled(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,27 @@ from tests.support.storage.cutting_relay import CuttingRelay
 from tests.support.storage.links import SECRET, Authority, quick
 from tests.support.training import boxes_of, metrics_of
 from windlass.actors.messages import Message, OfferParams, PullSpan, SpanPulled
-from windlass.actors.runtime.boxes.box_link import LinkEnd
-from windlass.actors.runtime.boxes.local_boxes import over_sockets
+from windlass.actors.runtime.boxes.box_link import BoxLink, LinkEnd
+from windlass.actors.runtime.local_box import LocalBox
+from windlass.actors.runtime.local_runner import ConnectBoxes
 from windlass.storage.ids import ActorName, Attempt, BoxName, Precision
 from windlass.storage.link import LinkSettings, listen
+from windlass.storage.memory.arena import Arena
 
 NAMES = BoxName("north"), BoxName("east"), BoxName("south")
+
+
+def over_sockets(ends: Sequence[LinkEnd]) -> ConnectBoxes:
+    """Connects the boxes of one process over sockets. `ends` has one for each box. See `run_local`."""
+
+    def connect(boxes: Sequence[LocalBox], arenas: Sequence[Arena], ending: ExitStack) -> None:
+        for box, arena, end in zip(boxes, arenas, ends, strict=True):
+            link = BoxLink(box.context.spec, end)
+            ending.callback(link.stop)
+            box.add_link(link, link.send)
+            link.open(arena, send=box.send, deliver=box.deliver)
+
+    return connect
 
 
 @contextmanager

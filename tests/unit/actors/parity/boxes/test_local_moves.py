@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.actors.local_move import move_locally
 from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on
 from tests.support.actors.stage_runs import PLACES, STAGES, run, run_attempt
 from tests.support.actors.whole_jobs import Run, grouped, job
 from tests.support.cut_off import CutOff
 from tests.support.training import has_direct_io, leftovers_of
 from windlass.actors.messages import Message, UpdateStep
-from windlass.actors.runtime.moving.local_move import move_locally
 from windlass.engine.memory_plan.plan import Placement
 from windlass.storage.ids import ActorName, Precision, StatePrecision
 from windlass.storage.store.decisions import Decision, DecisionLog

@@ -35,7 +35,7 @@ from windlass.engine.memory_plan.plan import ModelSize, Placement, PlanError
 from windlass.engine.memory_plan.queue_depths import FETCH_DEPTH
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.layout import BlockLayout, ParamSlice, UnsupportedArchitectureError
-from windlass.engine.model.streamed_params import PieceBuffers
+from windlass.engine.model.streaming.params import PieceBuffers
 from windlass.storage.ids import ActorName, Attempt, BlockIndex, Precision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")

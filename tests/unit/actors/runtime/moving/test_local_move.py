@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.actors.local_move import move_locally
 from tests.support.actors.moving_job import ONE_BOX, MovingJob, epochs_on, hidden
 from tests.support.actors.stage_runs import STAGES
 from tests.support.cut_off import CutOff
 from tests.support.training import keep_calibration
 from windlass.actors.runtime.moving.lead import Moved
-from windlass.actors.runtime.moving.local_move import move_locally
 from windlass.actors.runtime.start_up import decisions_path, recovery_of
 from windlass.actors.worker_policy.stages import Stage
 from windlass.storage.ids import Attempt, BlockIndex, LayoutEpoch, StateKind, Step

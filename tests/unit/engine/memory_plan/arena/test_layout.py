@@ -36,6 +36,15 @@ SIZE = ModelSize(
 )
 
 
+def sharing(*uses: tuple[int, int]) -> ModelSize:
+    """Returns the sizes of a model in which blocks use the params of others: pairs (user, block)."""
+    blocks = SIZE.blocks
+    return replace(SIZE, shared=tuple((b, *(block for user, block in uses if user == b)) for b in blocks))
+
+
+TIED = sharing((5, 0))
+
+
 def plan(size: ModelSize = SIZE, **options: Any) -> Plan:
     settings: dict[str, Any] = {
         "num_optimizers": 2,
@@ -348,7 +357,7 @@ def test_sums_between_groups_take_a_slot_for_each_use_of_a_chunk() -> None:
     found = plan(num_microbatches=4, placement=Placement(group_size=2))
     assert (found.partial_grads.slot_nbytes, found.partial_grads.num_slots) == (4 * CHUNK, 17)
     assert found.arena_nbytes == whole.arena_nbytes + 17 * 4 * CHUNK
-    tied = plan(replace(SIZE, shared_blocks=(0,)), num_microbatches=4, placement=Placement(group_size=2))
+    tied = plan(TIED, num_microbatches=4, placement=Placement(group_size=2))
     assert tied.partial_grads.num_slots == 17 + 1
     on_device = plan(num_microbatches=4, placement=Placement(group_size=2, device_blocks=(1, 5)))
     assert on_device.partial_grads.num_slots == 17 - 3 - 4
@@ -429,40 +438,36 @@ def test_streamed_ends_have_slots_for_params_and_for_lanes_as_layers_have() -> N
 
 def test_a_tied_embedding_is_streamed_and_its_sums_have_slots() -> None:
     placement = Placement(streamed_blocks=(1, 2), streams_grads=True, streams_ends=True, num_cached_params=0)
-    tied = replace(SIZE, shared_blocks=(0,))
-    num_chunks = tied.num_chunks(0)
-    one, several = (plan(tied, num_microbatches=number, placement=placement) for number in (1, 4))
+    num_chunks = TIED.num_chunks(0)
+    one, several = (plan(TIED, num_microbatches=number, placement=placement) for number in (1, 4))
     for found in (one, several):
         assert found.streamed_blocks == found.grad_streamed_blocks == (0, 1, 2), "the head has no matrix of its own"
         assert found.tied_in_pieces == (0,)
         assert found.grad_overlaid_blocks == ()
     assert one.partial_grads.num_slots == num_chunks, "of the head's use"
     assert several.partial_grads.num_slots == 2 * num_chunks, "and of the embedding's, between micro-batches"
-    groups = plan(tied, num_microbatches=4, placement=replace(placement, group_size=2))
-    assert groups.partial_grads.num_slots == tied.total_chunks + num_chunks, "as where blocks are whole"
-    params = plan(tied, placement=replace(placement, streams_grads=False))
+    groups = plan(TIED, num_microbatches=4, placement=replace(placement, group_size=2))
+    assert groups.partial_grads.num_slots == TIED.total_chunks + num_chunks, "as where blocks are whole"
+    params = plan(TIED, placement=replace(placement, streams_grads=False))
     assert (params.streamed_blocks, params.tied_in_pieces, params.partial_grads.num_slots) == ((0, 1, 2), (), 0)
-    resident = plan(tied, placement=replace(placement, device_blocks=(0,)))
+    resident = plan(TIED, placement=replace(placement, device_blocks=(0,)))
     assert (resident.streamed_blocks, resident.tied_in_pieces) == ((1, 2), ())
 
 
 @pytest.mark.parametrize(
-    ("shared", "options"),
+    ("size", "options"),
     [
-        ((3,), {}),
-        ((0, 0), {}),
-        ((0,), {"num_microbatches": 2, "num_lanes": 2}),
-        ((0,), {"num_microbatches": 2, "num_ranks": 2}),
-        ((), {"crossings": Crossings(num_neighbours=1, microbatch_nbytes=8, num_lent_chunks=1)}),
+        (sharing((5, 3)), {}),
+        (sharing((2, 0)), {}),  # with a layer
+        (sharing((2, 0), (5, 0)), {}),
+        (TIED, {"num_microbatches": 2, "num_lanes": 2}),
+        (TIED, {"num_microbatches": 2, "num_ranks": 2}),
+        (SIZE, {"crossings": Crossings(num_neighbours=1, microbatch_nbytes=8, num_lent_chunks=1)}),
     ],
 )
-def test_ends_that_share_params_otherwise_are_not_streamed(shared: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_ends_that_share_params_otherwise_are_not_streamed(size: ModelSize, options: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"streams_ends is set, and .* share params.*; leave streams_ends"):
-        plan(
-            replace(SIZE, shared_blocks=shared),
-            placement=Placement(streamed_blocks=(1,), streams_ends=True),
-            **options,
-        )
+        plan(size, placement=Placement(streamed_blocks=(1,), streams_ends=True), **options)
 
 
 def test_an_empty_group_is_refused() -> None:
@@ -554,20 +559,20 @@ def test_streamed_layers_stay_in_host_memory_while_they_are_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared", "wrong"),
+    ("blocks", "uses", "wrong"),
     [
         ((0, 1), (), r"leave out \[0\]"),
         ((5,), (), r"leave out \[5\]"),
         ((2, 6), (), r"leave out \[6\]"),
         ((1, 3), (), r"leave out \[3\]"),
-        ((2, 4), (2,), r"leave out \[2\]"),
+        ((2, 4), ((5, 2),), r"leave out \[2\]"),
         ((2, 2), (), "remove duplicates"),
     ],
     ids=str,
 )
 def test_only_layers_of_their_own_that_rest_elsewhere_are_streamed(
-    blocks: tuple[int, ...], shared: tuple[int, ...], wrong: str
+    blocks: tuple[int, ...], uses: tuple[tuple[int, int], ...], wrong: str
 ) -> None:
     placement = Placement(streamed_blocks=blocks, device_blocks=(3,))
     with pytest.raises(PlanError, match=rf"streamed_blocks .* must name layers, each once: .* {wrong}"):
-        plan(replace(SIZE, shared_blocks=shared), placement=placement)
+        plan(sharing(*uses), placement=placement)

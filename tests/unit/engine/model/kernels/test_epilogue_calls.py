@@ -11,7 +11,7 @@ from tests.support.engine.activation_runs import Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_estimate.live_storages import LiveStorageTracker
-from windlass.engine.model import block_runner
+from windlass.engine.model import model_forward
 from windlass.engine.model.epilogue_calls import EpilogueCalls
 from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import Precision
@@ -136,7 +136,7 @@ def head_of(name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) ->
         num_own += 1
         return run_on_meta(*args, **kwargs)
 
-    run_on_meta = block_runner.run_on_meta
+    run_on_meta = model_forward.run_on_meta
     model = make_model(ARCHITECTURES[name].config(tied=False, dropout=0.1), TORCH_DTYPE[precision])
     run = Run(model, precision=precision)
     batch, targets = make_batch((4, 40), (3, 30))
@@ -145,10 +145,10 @@ def head_of(name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(slice_sizes, "MIN_SLICE_TOKENS", 64)
         patch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 64)
-        patch.setattr(block_runner, "run_on_meta", counted)
+        patch.setattr(model_forward, "run_on_meta", counted)
         run.head(targets)
     buffers = [run.grads[block] for block in run.layout.shared[run.partition.head]]
-    assert run.runner._epilogues == {}
+    assert run.runner._model_forward._epilogues == {}
     return num_own, [*run.runner.grads, *(buffer.flat.nan_to_num() for buffer in buffers)]
 
 

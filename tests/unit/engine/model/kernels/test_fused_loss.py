@@ -14,6 +14,7 @@ from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.fused_kernels import add_fused_loss
 from windlass.engine.model.grad_buffer import GradBuffer
 from windlass.engine.model.head_slices import IGNORED_TARGET, LossSums, add_loss
+from windlass.engine.model.model_forward import ModelForward
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import ModelKernel, Precision
@@ -75,8 +76,8 @@ def test_a_sliced_head_has_the_same_gradients(name: str, liger: FakeLiger, monke
 
 def test_a_model_whose_backward_pass_needs_its_logits_fails(liger: FakeLiger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel overwrites them, which autograd would not notice by itself."""
-    epilogue = BlockRunner._epilogue
-    monkeypatch.setattr(BlockRunner, "_epilogue", lambda *args: torch.tanh(epilogue(*args)))
+    epilogue = ModelForward.epilogue
+    monkeypatch.setattr(ModelForward, "epilogue", lambda *args: torch.tanh(epilogue(*args)))
     batch, targets = make_batch((2, 16))
     model = make_model(ARCHITECTURES["Qwen2"].config(tied=False, dropout=0.0))
     Run(model).step(batch, targets)

@@ -46,9 +46,15 @@ def test_a_desktop_has_the_sizes_of_its_name(client: TestClient) -> None:
     assert (machine["id"], machine["hardware"]) == (name, machine_of(name).model_dump())
 
 
+def test_a_name_that_is_written_otherwise_is_told_as_in_lists(client: TestClient) -> None:
+    machine = client.get(f"{MACHINES}/RTX 4090:RAM=96").json()
+    assert (machine["id"], machine["hardware"]["host"]["memory_gib"]) == ("rtx4090:ram=96", 92)
+    assert machine["sizes"]["ram"] == [64, 128, 256]
+
+
 def test_an_unknown_size_is_refused_with_those_that_are_known(client: TestClient) -> None:
-    response = client.get(f"{MACHINES}/rtx4090:ram=96")
+    response = client.get(f"{MACHINES}/rtx4090:ram=500")
     assert response.status_code == 404
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("machine_not_found", "machine")
-    assert "ram is '96'; there are 64, 128, 256" in error["message"]
+    assert "ram is '500'; there are whole numbers of GiB from 16 to 256" in error["message"]

@@ -14,6 +14,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from tests.unit.service.api.routes.test_plans import MACHINE, planning
+from windlass.planner.profiling.block_times import MAX_S
 from windlass.planner.question.plan_request import abandoned_path
 from windlass.service.api import plan_run
 from windlass.service.api.middleware.rate_limit import BusyError, RateLimits, Turnstile
@@ -76,8 +77,9 @@ def test_what_cannot_be_planned_is_refused_before_the_stream_or_in_it(
     assert (told["error"]["param"], told["error"]["code"]) == ("model", "not_planned")
 
 
-def test_the_place_of_a_stream_whose_client_has_gone_is_free_again(
-    planning: TestClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_place_of_a_plan_whose_client_has_gone_is_free_again(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch, *, stream: bool
 ) -> None:
     polled, closed, close = threading.Event(), threading.Event(), PlanRun.close
 
@@ -87,7 +89,7 @@ def test_the_place_of_a_stream_whose_client_has_gone_is_free_again(
 
     monkeypatch.setattr(PlanRun, "poll", lambda _: polled.set())  # the plan is never done
     monkeypatch.setattr(PlanRun, "close", close_and_tell)
-    body = json.dumps({**BODY, "stream": True}).encode()
+    body = json.dumps({**BODY, "stream": stream}).encode()
     headers = [(b"host", planning.base_url.netloc), (b"content-type", b"application/json")]
     scope = {
         "type": "http",
@@ -183,6 +185,8 @@ def test_this_machine_is_estimated_by_its_rates_then_measured_and_then_planned(p
     def stream() -> list[tuple[str, dict[str, Any]]]:
         return events_of(planning.post("/v1/fine_tuning/plans", json={**body, "stream": True}).text)
 
+    by_rates = planning.post("/v1/fine_tuning/plans", json={**body, "measure": False}).json()
+    assert (by_rates["times_from"], by_rates["measuring_s"]) == ("rates", 3 * MAX_S)
     (first, estimate), *others, (last, plan) = stream()
     assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
     assert (estimate["estimated"], estimate["to_be_measured"], estimate["times_from"]) == (True, True, "rates")
@@ -194,3 +198,5 @@ def test_this_machine_is_estimated_by_its_rates_then_measured_and_then_planned(p
     assert [kind for kind, _ in again] == ["fine_tuning.plan.estimate", "fine_tuning.plan"]
     assert again[0][1]["times_from"] == "blocks"
     assert again[-1][1]["choices"] == plan["choices"]
+    known = planning.post("/v1/fine_tuning/plans", json={**body, "measure": False}).json()
+    assert (known["times_from"], known["measuring_s"]) == ("blocks", None)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from tests.support.service.api_client import context_of, serve, upload
 from windlass.amounts import GIB
 from windlass.planner.hardware.hardware import example_machines
+from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.planning import job_planning as plan_job
 from windlass.planner.profiling.model_config import read_config
 from windlass.planner.question.plan_request import PlanRequest
@@ -147,7 +148,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, **report: Any) -> list[PlanRequ
     """Has plans of the API answered with a report. Returns the list of requests that the planner gets."""
     requests: list[PlanRequest] = []
 
-    async def run(_: object, user: str | None, request: PlanRequest) -> tuple[PlanReport, list[str]]:
+    async def run(_: object, user: str | None, request: PlanRequest, is_gone: object) -> tuple[PlanReport, list[str]]:
         requests.append(request)
         return PlanReport(feasible=True, reasons=(), **report), []
 
@@ -175,6 +176,34 @@ def test_plan_tells_the_time_of_a_job_with_a_number_of_examples(
     assert (plan["num_steps"], plan["job_s"], plan["ssd_write_tb"]) == (None, None, None)
 
 
+def test_plan_tells_the_wear_of_ssds_whose_endurance_is_known(
+    planning: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, step_s=30.0, ssd_write_gb_per_step=240.0)
+    (settings.home / HARDWARE_FILE).write_text(yaml.safe_dump(MACHINE))
+    desktop = machine_of("rtx4090:ssds=2").model_dump()
+    found = [ask(planning, hardware=each, num_examples=40_000) for each in (desktop, MACHINE, None)]
+    assert [plan.json()["ssd_endurance_percent"] for plan in found] == [300.0, None, None]
+    # The rating of this installation is of this machine only.
+    rated = settings.model_copy(update={"ssd_endurance_tbw": (1200.0, 600.0)})
+    monkeypatch.setattr(planning.app.state, "context", replace(context_of(planning), settings=rated))
+    found = [ask(planning, hardware=each, num_examples=40_000) for each in (desktop, MACHINE, None)]
+    assert [plan.json()["ssd_endurance_percent"] for plan in found] == [300.0, None, 100.0]
+
+
+@pytest.mark.parametrize(("num_gpus", "leaves"), [(0, True), (1, False)])
+def test_plan_leaves_blocks_unmeasured_if_it_is_asked_to_and_could_measure(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch, *, num_gpus: int, leaves: bool
+) -> None:
+    machine = MACHINE | {"gpus": MACHINE["gpus"] | {"count": num_gpus}}
+    (context_of(planning).settings.home / HARDWARE_FILE).write_text(yaml.safe_dump(machine))
+    monkeypatch.setattr(plans, "check_gpus", lambda *_, **__: None)
+    requests = answer_with(monkeypatch, measuring_s=12.0)
+    assert ask(planning, measure=False).json()["measuring_s"] == 12.0
+    assert ask(planning).status_code == ask(planning, measure=False, hardware=MACHINE).status_code == 200
+    assert [request.leaves_unmeasured for request in requests] == [leaves, False, False]
+
+
 def test_plan_of_a_published_shape_needs_no_files(planning: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = answer_with(monkeypatch)
     assert ask(planning, hardware=MACHINE, model="qwen2.5-0.5b").status_code == 200
@@ -190,7 +219,22 @@ def test_plan_of_a_published_shape_needs_no_files(planning: TestClient, monkeypa
     assert requests[-1].training.sequence_length == 64
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-71b", "meta-llama/Llama-3.1-70B"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "QWEN2.5-0.5b"])
+def test_plan_of_a_name_on_the_hub_is_of_its_shape(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    requests = answer_with(monkeypatch)
+    plan = ask(planning, hardware=MACHINE, model=model).json()
+    assert (plan["model"], plan["shape"], requests[-1].model_dir.stem) == (model, "qwen2.5-0.5b", "qwen2.5-0.5b")
+    # A model that is here goes before.
+    folder = context_of(planning).settings.models_dir / model
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"n_positions": 64}')
+    assert ask(planning, hardware=MACHINE, model=model).json()["shape"] is None
+    assert requests[-1].model_dir == folder
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-71b", "meta-llama/Llama-3.1-71B-Instruct"])
 def test_plan_of_an_unknown_model_names_near_shapes(
     planning: TestClient, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:

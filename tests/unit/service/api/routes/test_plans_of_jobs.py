@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from windlass.service.jobs.plan_files import expected_pace
 from windlass.service.jobs.plan_view import in_words, view_of
 from windlass.service.jobs.spec_builder import job_dir
 from windlass.service.preparation.steps import Results
+from windlass.service.processes import shutdown
 from windlass.storage.ids import Precision
 from windlass.storage.sql.database import Database
 from windlass.storage.sql.job_status import JobStatus
@@ -288,8 +290,11 @@ def test_the_command_line_asks_what_a_job_would(
 
     asked: list[PlanRequest] = []
 
-    def note(request: PlanRequest, _: Any) -> None:
+    def note(request: PlanRequest, _: Any, is_alone: Callable[[], bool]) -> None:
         asked.append(request)
+        assert is_alone()
+        monkeypatch.setattr(shutdown, "is_box_free", lambda _: False)
+        assert not is_alone(), "read again with each measurement"
         raise CommandError("that is all")
 
     monkeypatch.setattr(plan_job, "question_of", note)
@@ -337,6 +342,7 @@ def test_what_the_planner_measures_is_kept_if_no_job_runs_meanwhile(stage: Stage
     stage.submit()
     stage.tick()
     assert not request_of(stage).is_alone
+    assert not stage.preparations[-1].is_alone(), "so a measurement that has begun is told, too"
 
 
 def test_without_a_profile_nothing_is_planned(stage: Stage) -> None:

@@ -25,7 +25,11 @@ HOST = "127.0.0.1"
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "_ENOUGH_S", 0.01)
     monkeypatch.setattr(link_probe, "_ROUND_S", 0.02)
-    monkeypatch.setattr(link_probe, "_SETTINGS", LinkSettings(heartbeat_s=0.1, stall_s=0.5, silence_s=2, connect_s=2))
+    monkeypatch.setattr(link_probe, "_SETTINGS", settings(silence_s=8))
+
+
+def settings(*, silence_s: float) -> LinkSettings:
+    return LinkSettings(heartbeat_s=0.1, stall_s=0.5, silence_s=silence_s, connect_s=silence_s)
 
 
 class Measured:
@@ -140,6 +144,7 @@ def test_agent_that_restarts_meanwhile_ends_its_pair_only(measured: Measured, mo
     thread = threading.Thread(target=measure)
     with monkeypatch.context() as patch:
         patch.setattr(link_probe._Side, "lead", lead)
+        patch.setattr(link_probe, "_SETTINGS", settings(silence_s=2))
         thread.start()
         while not is_leading.wait(0.02):
             measured.cluster.agent.tick()

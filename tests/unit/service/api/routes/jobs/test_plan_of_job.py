@@ -120,7 +120,7 @@ def requested(client: TestClient, monkeypatch: pytest.MonkeyPatch, **body: Any) 
     """The request to the planner that a body of the API makes."""
     requests: list[PlanRequest] = []
 
-    async def note(_context: object, _user: object, request: PlanRequest) -> Any:
+    async def note(_context: object, _user: object, request: PlanRequest, _is_gone: object) -> Any:
         requests.append(request)
         raise plans.ApiError("that is all")
 

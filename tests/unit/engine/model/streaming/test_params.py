@@ -13,7 +13,7 @@ from tests.support.late_streams import LateStreams
 from windlass.engine.device import device as device_module
 from windlass.engine.device.device import Device, copy
 from windlass.engine.device.streams import Event
-from windlass.engine.model.streamed_params import PieceBuffers, PieceBuffersHeldError, StreamedParams
+from windlass.engine.model.streaming.params import PieceBuffers, PieceBuffersHeldError, StreamedParams
 from windlass.storage.cancellation import CancelToken
 from windlass.storage.ids import BlockIndex
 

@@ -7,8 +7,8 @@ import torch
 from windlass.engine.device import Device, Event, copy
 from windlass.engine.linear_parts import Columns
 from windlass.engine.memory_plan import NUM_PIECE_BUFFERS, cut_layers, largest_piece
-from windlass.engine.model.partition import Partition
-from windlass.engine.model.streamed_params import PieceBuffers, StreamedParams
+from windlass.engine.model import Partition
+from windlass.engine.model.streaming.params import PieceBuffers, StreamedParams
 from windlass.storage.ids import BlockIndex
 
 

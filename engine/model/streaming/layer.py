@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from windlass.engine.linear_parts import Columns
-from windlass.engine.model.partition import ParamSite
-from windlass.engine.model.streamed_params import Piece, StreamedParams
+from windlass.engine.model import ParamSite
+from windlass.engine.model.streaming.params import Piece, StreamedParams
 from windlass.storage.ids import BlockIndex
 
 

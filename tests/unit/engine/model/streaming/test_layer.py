@@ -12,8 +12,8 @@ from tests.support.engine.odd_models import TwiceModel, odd_config
 from windlass.engine.device.device import Device
 from windlass.engine.device.dtypes import TORCH_DTYPE
 from windlass.engine.memory_plan.activation_policy import ActivationChoice, BlockActivations
-from windlass.engine.model import streamed_flats
 from windlass.engine.model.epilogue_calls import EpilogueCalls
+from windlass.engine.model.streaming import flats as streamed_flats
 from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import BlockIndex, Precision
 

@@ -1,4 +1,4 @@
-"""Moves a job's states with all boxes in this process: for tests, and for machines without Ray."""
+"""Moves a job's states with all boxes in this process."""
 
 import contextlib
 import functools
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from windlass.actors.job import box_of
+from windlass.actors.job.context import box_of
 from windlass.actors.messages import Message
-from windlass.actors.runtime import LocalLinks
+from windlass.actors.runtime.local_link import LocalLinks
 from windlass.actors.runtime.moving.division import MoveSpec
 from windlass.actors.runtime.moving.lead import LeadMove, Moved
 from windlass.actors.runtime.moving.mover import Mover
-from windlass.engine.model import ModelLayout
+from windlass.engine.model.layout import ModelLayout
 from windlass.storage.ids import ActorName, LayoutEpoch
-from windlass.storage.memory import Arena
+from windlass.storage.memory.arena import Arena
 
 _Look = Callable[[int, object], None]
 
