@@ -1,7 +1,7 @@
 """The device memory of an operation is computed before it runs, to the byte."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -33,12 +33,7 @@ CHOICES = {"recompute": RECOMPUTE_ALL} | POLICIES
 Where = tuple[Pass, int]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True, kw_only=True)

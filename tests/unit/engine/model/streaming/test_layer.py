@@ -1,6 +1,5 @@
 """Blocks with streamed params: gradients equal those with whole params, to the last bit."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,12 +28,7 @@ QUICK = ("Mixtral", "GPT-2", "Phi-3", "OLMo", "Bloom")
 BATCH, TARGETS = make_batch((2, 16), (1, 9), (3, 12))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config_of(name: str) -> Any:
