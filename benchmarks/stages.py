@@ -82,6 +82,7 @@ def question_of_job(job: Job, hardware: Hardware) -> PlanQuestion:
         num_ranks=job.num_gpus,
         num_optimizers=2,
         chooses_microbatches=True,
+        chooses_cut=True,
         chooses_order=True,
     )
 

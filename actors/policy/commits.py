@@ -114,8 +114,10 @@ class Commits:
         """Returns the flushes and commits that can begin. `is_computing`: operations run that may read params."""
         if self._committing or self._undecided is not None:
             return []
-        next_commit = min(self._config.commit_after(self.committed), self.last_step)
-        due = next_commit if next_commit in self._over else None
+        due = None
+        if self._over:
+            next_commit = min(self._config.commit_after(self.committed), self.last_step)
+            due = next_commit if next_commit in self._over else None
         flushes = self._flush(due)
         if due is None or self._on_ssd != self._labels:
             return flushes
@@ -130,18 +132,20 @@ class Commits:
         Without a due commit, only blocks that were last changed by a step to be committed are flushed. With one, all
         other changed blocks follow.
         """
+        if not self._flushed_blocks or len(self._flushing) == self._config.ordering.max_flushing:
+            return []
         instructions = []
         is_flushed = {label: due is not None or self._is_commit_step(label) for label in set(self._labels)}
         for block in self._flushed_blocks:
             label = self.label(block)
-            if len(self._flushing) == self._config.ordering.max_flushing:
-                break
             if label == self._on_ssd[block] or block in self._flushing or not is_flushed[label]:
                 continue
             holders = self._config.holders(block)
             self._flushing[block] = set(holders)
             message = FlushBlock(job=self._config.job, step=label, block=block)
             instructions += [Instruction(actor, message) for actor in holders]
+            if len(self._flushing) == self._config.ordering.max_flushing:
+                break
         return instructions
 
     def _commit(self, step: Step) -> list[Instruction]:

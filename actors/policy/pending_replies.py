@@ -44,13 +44,38 @@ class ReplyKey(NamedTuple):
     block: BlockIndex = _WHOLE_MODEL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(NamedTuple):
     """A pending reply."""
 
     since_s: float  # time of the request
-    actor: ActorName  # the actor that must reply
-    what: str  # description with step and block, for error texts
+    reply: ReplyKey
+    operation: ComputeBlock | None = None  # that a BlockComputed or a GradReady is about
+
+    @property
+    def actor(self) -> ActorName:
+        """The actor that must reply."""
+        return self.reply.actor
+
+    @property
+    def what(self) -> str:
+        """A description with step and block, for error texts. It is made on demand, because hardly any is read."""
+        event, number, _, block = self.reply
+        if self.operation is not None:
+            task = f"the {self.operation.phase}" if event is BlockComputed else "the gradient"
+            return f"{task} of block {block} in step {self.operation.step}"
+        if event is BlockUpdated:
+            return f"the update of block {block} in step {number}"
+        if event is BlockFlushed:
+            return f"the flush of block {block}, as step {number} left it"
+        return _OF_WHOLE_MODEL[event].format(step=number)
+
+
+_OF_WHOLE_MODEL: dict[type[Message], str] = {
+    ModelLoaded: "loading the model",
+    StatesRestored: "reading the states of step {step} into memory",
+    StoreCommitted: "the commit of step {step}",
+    ModelExported: "the export of step {step}",
+}
 
 
 class DeadlineMissedError(Exception):
@@ -83,13 +108,13 @@ class PendingReplies:
     def issue(self, instructions: list[Instruction], now_s: float) -> None:
         """Records the replies to these instructions as pending."""
         for instruction in instructions:
-            for key, what in self._replies(instruction.message, instruction.to):
-                self.outstanding[key] = Wait(since_s=now_s, actor=instruction.to, what=what)
+            for reply, operation in self._replies(instruction.message, instruction.to):
+                self.outstanding[reply] = Wait(now_s, reply, operation)
 
     def expect_update(self, step: Step, block: BlockIndex, actor: ActorName, now_s: float) -> None:
         """Records that an actor must still report the update of its share of a block, whose gradient it has."""
-        what = f"the update of block {block} in step {step}"
-        self.outstanding[ReplyKey(BlockUpdated, step, actor, block)] = Wait(since_s=now_s, actor=actor, what=what)
+        reply = ReplyKey(BlockUpdated, step, actor, block)
+        self.outstanding[reply] = Wait(now_s, reply)
 
     def resolve(self, event: type[Message], number: int, actor: ActorName, block: BlockIndex = _WHOLE_MODEL) -> None:
         """Removes a reply that has arrived. Raises UnexpectedEventError if it was not pending."""
@@ -139,32 +164,30 @@ class PendingReplies:
     def _silent_s(self, wait: Wait, now_s: float) -> float:
         return now_s - max(wait.since_s, self._last_heard_s.get(wait.actor, 0.0))
 
-    def _replies(self, message: Message, to: ActorName) -> list[tuple[ReplyKey, str]]:
-        """Returns the keys of the replies to an instruction, each with its description for error texts."""
+    def _replies(self, message: Message, to: ActorName) -> list[tuple[ReplyKey, ComputeBlock | None]]:
+        """Returns the keys of the replies to an instruction, each with the operation that it is about."""
         step = message.step
         match message:
-            case LoadModel():
-                return [(ReplyKey(ModelLoaded, step, to), "loading the model")]
-            case RestoreStates():
-                return [(ReplyKey(StatesRestored, step, to), f"reading the states of step {step} into memory")]
             case ComputeBlocks():
                 return [reply for operation in message.operations for reply in self._of_operation(operation, to)]
+            case LoadModel():
+                return [(ReplyKey(ModelLoaded, step, to), None)]
+            case RestoreStates():
+                return [(ReplyKey(StatesRestored, step, to), None)]
             case FlushBlock():
-                what = f"the flush of block {message.block}, as step {step} left it"
-                return [(ReplyKey(BlockFlushed, step, to, message.block), what)]
+                return [(ReplyKey(BlockFlushed, step, to, message.block), None)]
             case CommitStore():
-                return [(ReplyKey(StoreCommitted, step, to), f"the commit of step {step}")]
+                return [(ReplyKey(StoreCommitted, step, to), None)]
             case ExportModel():
-                return [(ReplyKey(ModelExported, step, to), f"the export of step {step}")]
+                return [(ReplyKey(ModelExported, step, to), None)]
             case _:
                 return []
 
-    def _of_operation(self, operation: ComputeBlock, to: ActorName) -> list[tuple[ReplyKey, str]]:
-        where = f"of block {operation.block} in step {operation.step}"
-        computed = (ReplyKey(BlockComputed, operation.op, to, operation.block), f"the {operation.phase} {where}")
+    def _of_operation(self, operation: ComputeBlock, to: ActorName) -> list[tuple[ReplyKey, ComputeBlock | None]]:
+        computed = ReplyKey(BlockComputed, operation.op, to, operation.block)
         if not completes_gradient(operation, self._last_group):
-            return [computed]
-        return [computed, (ReplyKey(GradReady, operation.step, to, operation.block), f"the gradient {where}")]
+            return [(computed, operation)]
+        return [(computed, operation), (ReplyKey(GradReady, operation.step, to, operation.block), operation)]
 
 
 def completes_gradient(operation: ComputeBlock, last_group: int) -> bool:

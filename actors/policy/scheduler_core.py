@@ -412,11 +412,13 @@ class Pipeline:
 
     def _grant_export(self) -> list[Instruction]:
         """Grants the export that all ranks have reached, if it may begin."""
+        if self._exporting or self._is_computing:
+            return []
         reached = [self._next_operation(rank) for rank in self._ranks.values()]
         operation = reached[0]
         if operation is None or any(each is None or each.phase is not None for each in reached):
             return []
-        if self._exporting or self._is_computing or self.committed < operation.version:
+        if self.committed < operation.version:
             return []
         is_final = operation.step == self.final_step
         path = self.config.output_dir if is_final else self.config.path_of_checkpoint(operation.step)

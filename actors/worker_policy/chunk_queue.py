@@ -17,7 +17,7 @@ _Item = TypeVar("_Item")
 _UPDATES_FOR_RESIDENT = 2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class QueuedChunk(Generic[_Item]):
     """One chunk of a block's update."""
 

@@ -201,20 +201,21 @@ class ParamTurns:
     def _next_read(self) -> ParamRead | None:
         if not self._free:
             return None
-        if fills := [key for key, fill in self._fills.items() if fill.slot is None]:
+        if self._fills and (fills := [key for key, fill in self._fills.items() if fill.slot is None]):
             return self._read_cached(fills[: min(self._batch, len(self._free))])
         self._let_pass()
-        waiting = [use for use in self._uses.values() if use.to_read]
-        for use in waiting:
-            if use.is_due:
+        first: _Use | None = None
+        for use in self._uses.values():
+            if use.to_read and use.is_due:
                 num_chunks = min(self._batch, len(use.to_read))
                 return self._read(use, num_chunks) if num_chunks <= len(self._free) else None
-        if not waiting:
+            if use.to_read and first is None:
+                first = use
+        if first is None:
             return None
-        use = waiting[0]
         num_ahead = sum(use.num_held for use in self._uses.values() if not use.is_due)
-        num_chunks = min(self._batch, len(use.to_read), len(self._free), self._max_ahead - num_ahead)
-        return self._read(use, num_chunks) if num_chunks > 0 else None
+        num_chunks = min(self._batch, len(first.to_read), len(self._free), self._max_ahead - num_ahead)
+        return self._read(first, num_chunks) if num_chunks > 0 else None
 
     def _read_cached(self, keys: Sequence[ChunkKey]) -> ParamRead:
         first = self._fills[keys[0]]

@@ -106,7 +106,7 @@ def _reason(published: PublishedThroughput, report: PlanReport, ratio: float) ->
     )
     at_best = (report.tflops or 0.0) * report.step_s / report.bound_s
     return (
-        f"{published.paper}, {published.where}, {published.model}: {1 - ratio:.0%} short. Of the planned step of "
+        f"{published.paper}, {published.where}, {published.model}: {1 - ratio:.1%} short. Of the planned step of "
         f"{report.step_s:.3g} s are busy: {busy}. No resource or chain alone takes more than {report.bound_s:.3g} s, "
         f"which would be {at_best:.0f} TFLOPS; in the rest they wait for each other."
         f"{_with_faster_adam(published, report)}"

@@ -1,4 +1,4 @@
-"""Plans a job again with one thing changed: what one more SSD, more RAM, a GPU, a box or a larger batch would give.
+"""Plans a job again with one thing changed: what one more SSD, more RAM, a GPU, a box or another setting would give.
 
 Each answer is a plan by the same search as the job's own, so it is what `windlass plan` says of such a machine.
 """
@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from windlass.amounts import GIB
-from windlass.engine.lanes import rounded_to_lanes
 from windlass.engine.memory_estimate import DeviceNeedUnknownError
+from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.feasibility import with_part
 from windlass.planner.hardware import (
     Hardware,
@@ -36,7 +37,10 @@ from windlass.planner.planning import (
 from windlass.planner.question import PlanQuestion, PlanReport, Profiles, TimesNeed, WhatIf, different_needs
 from windlass.planner.solver import DoesNotFitError
 from windlass.planner.stages import BoxKind, BoxPlans, StagesError, best_plans
+from windlass.storage.ids import Precision, StatePrecision
 from windlass.storage.memory import is_out_of_memory
+
+_Any = TypeVar("_Any")
 
 _MORE_RAM_GIB = 64
 # The rate of a network between two boxes where the machine's profile tells none: 10 Gbit/s, which a card and a cable
@@ -75,27 +79,24 @@ def with_what_if(
     now = planned.report.tokens_per_s if planned.report.feasible else None
     if question.measures and (needs := lacking_times_of_changes(question, profiles)):
         if question.leaves_unmeasured:
-            own = lacking_times(questions_by_number(question), profiles)
-            planned = replace(planned, report=with_measuring_s(planned.report, [*own, *needs]))
+            report = with_measuring_s(planned.report, [*planned.lacking, *needs])
             profiles = profiles.by_rates()
-            watcher.check()
-            now = _tokens_per_s(question, profiles)
+            if not planned.lacking:  # then the job's own plan is by measured times
+                watcher.check()
+                now = _row_of(Change(key="", words="", question=question), profiles, None).tokens_per_s
+            planned = replace(planned, report=report)
         elif question.measures_apart:
             raise TimesLackError
         else:
-            try:
-                measure_all(needs, profiles, see=watcher.see_measurement, check=watcher.check)
-            except AbandonedError:
-                raise
-            except Exception:  # noqa: BLE001 - the job's plan is there already; the rows will say what is wrong
-                traceback.print_exc()
+            measure = partial(measure_all, needs, profiles, see=watcher.see_measurement, check=watcher.check)
+            _or_else(measure, lambda _error: None)  # the rows will say what is wrong
     rows = []
     changes = list(changes_of(question))
     total = len(changes) + 1
     for number, change in enumerate(changes):
         watcher.check()
         tell(number, total)
-        rows.append(_row_or_problem(change.key, change.words, partial(_answer, change, profiles, now)))
+        rows.append(_row_of(change, profiles, now))
     watcher.check()
     tell(len(changes), total)
     if question.num_layers is None:
@@ -108,39 +109,37 @@ def with_what_if(
     return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
 
 
-def _tokens_per_s(question: PlanQuestion, profiles: Profiles) -> float | None:
-    """Returns the tokens per second of the job with these profiles. None: it does not fit, or cannot be planned."""
-    try:
-        return plan_without_advice(question, profiles).report.tokens_per_s
-    except DoesNotFitError:
-        return None
-    except Exception:  # noqa: BLE001 - the job's plan is there already, and is not lost because of the comparison
-        traceback.print_exc()
-        return None
-
-
 def lacking_times_of_changes(question: PlanQuestion, profiles: Profiles) -> list[TimesNeed]:
     """Returns what is to be measured for the changes on one box."""
     lacking = list[TimesNeed]()
     for change in changes_of(question):
-        with contextlib.suppress(Exception):  # the row of the change will say why it cannot be planned
-            lacking += lacking_times(questions_by_number(change.question), profiles)
+        times = partial(lacking_times, questions_by_number(change.question), profiles)
+        lacking += _or_else(times, lambda _error: [])  # the row of the change will say why it cannot be planned
     return different_needs(lacking)
 
 
-def _row_or_problem(key: str, words: str, answer: Callable[[], WhatIf]) -> WhatIf:
-    """Returns the answer for a change, or a row that says why it could not be planned.
+def _row_of(change: Change, profiles: Profiles, now: float | None) -> WhatIf:
+    return _row_or_problem(change.key, change.words, partial(_answer, change, profiles, now))
 
-    The job's own plan is there already, and is not lost because of a row. An error that says that the model cannot be
-    divided is raised.
+
+def _row_or_problem(key: str, words: str, answer: Callable[[], WhatIf]) -> WhatIf:
+    """Returns the answer for a change, or a row that says why it could not be planned."""
+    return _or_else(answer, lambda error: replace(_row(key, words, None, None, None), problem=_problem_in_words(error)))
+
+
+def _or_else(work: Callable[[], _Any], otherwise: Callable[[Exception], _Any]) -> _Any:
+    """Returns what the work returns, or the value for its error.
+
+    The job's own plan is there already, and is not lost because of a change. Two errors are raised: one says that the
+    answer is not needed any more, and one that the model cannot be divided.
     """
     try:
-        return answer()
-    except StagesError:
+        return work()
+    except (AbandonedError, StagesError):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever went wrong, the other rows are still of use
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, the rest is still of use
         traceback.print_exc()
-        return replace(_row(key, words, None, None, None), problem=_problem_in_words(error))
+        return otherwise(error)
 
 
 def _problem_in_words(error: Exception) -> str:
@@ -205,7 +204,8 @@ def changes_of(question: PlanQuestion) -> Iterator[Change]:
         if (with_gpu := _with_one_more_gpu(question)) is not None:
             more = with_gpu.num_ranks - question.num_ranks
             words = "one more GPU" if more == 1 else f"{'two' if more == 2 else more} more GPUs"
-            yield Change(key="gpus", words=f"{words}, {with_gpu.num_ranks} in all", question=with_gpu)
+            words += f", {with_gpu.num_ranks} in all{_link_in_words(hardware, with_gpu.hardware)}"
+            yield Change(key="gpus", words=words, question=with_gpu)
     batch_size = 2 * training.batch_size
     number = {} if question.chooses_microbatches else {"num_microbatches": 2 * training.num_microbatches}
     yield Change(
@@ -213,6 +213,31 @@ def changes_of(question: PlanQuestion) -> Iterator[Change]:
         words=f"a batch twice as large, {batch_size}",
         question=question.changed(batch_size=batch_size, **number),
     )
+    yield from _settings_of(question)
+
+
+def _settings_of(question: PlanQuestion) -> Iterator[Change]:
+    """Yields the other settings with which a step may take less time or memory. The words say what each gives up."""
+    training, is_bf16 = question.training, question.training.precision is Precision.BF16
+    if training.clip_norm is not None and training.precision is not Precision.FP16:
+        words = "without gradient clipping (clip_norm: null, gradient_updates: auto): large gradients are not limited"
+        yield Change(key="clip", words=words, question=_without_clipping(question))
+    if is_bf16 and training.state_precision is StatePrecision.FP32:
+        words = f"states in less space (state_precision: {StatePrecision.SPLIT}), with the same results"
+        split = question.changed(state_precision=StatePrecision.SPLIT)
+        yield Change(key="split_states", words=words, question=split)
+    if is_bf16 and training.state_precision is not StatePrecision.BF16:
+        words = f"states in {StatePrecision.BF16} (state_precision), which is less exact"
+        in_bf16 = question.changed(state_precision=StatePrecision.BF16)
+        yield Change(key="bf16_states", words=words, question=in_bf16)
+
+
+def _without_clipping(question: PlanQuestion) -> PlanQuestion:
+    """Returns the question for a job that does not clip, so that updates need not wait for all gradients."""
+    if question.training.order_of_updates is not UpdateOrder.KEPT:
+        return question.changed(clip_norm=None)
+    # The only order with clipping that a request gets by itself.
+    return replace(question.changed(clip_norm=None, update_order=UpdateOrder.ACTIVE), chooses_order=True)
 
 
 def _with_more_ram(question: PlanQuestion) -> PlanQuestion:
@@ -228,6 +253,12 @@ def _more_ram_in_words(hardware: Hardware, more: Hardware) -> str:
     return f"{_MORE_RAM_GIB} GiB more RAM{slower}"
 
 
+def _link_in_words(hardware: Hardware, more: Hardware) -> str:
+    """Names the rate of each GPU's link where a board divides its lanes among more GPUs."""
+    rate, now = more.pcie.h2d_gb_per_s, hardware.pcie.h2d_gb_per_s
+    return "" if rate == now else f" (the link of each at {rate:g} GB/s, now {now:g})"
+
+
 def _with_card_memory(question: PlanQuestion, more_gib: float) -> PlanQuestion:
     """Returns the question with a larger budget of the card's memory, if there is one."""
     budget = question.device_memory_nbytes
@@ -235,18 +266,17 @@ def _with_card_memory(question: PlanQuestion, more_gib: float) -> PlanQuestion:
 
 
 def _with_one_more_gpu(question: PlanQuestion) -> PlanQuestion | None:
-    """Returns the question for one more GPU; None if there would be no micro-batch for it.
-
-    The job gets a lane more if it has as many lanes as GPUs, because that is what a job gets by itself.
-    """
+    """Returns the question for one more GPU; None if there would be no place or no micro-batch for it."""
     training, num_ranks = question.training, question.num_ranks + 1
     hardware = question.hardware
     if hardware.gpus.count < num_ranks:
-        hardware = with_one_more_gpu(hardware)
+        larger = with_one_more_gpu(hardware)
+        if larger is None:
+            return None
+        hardware = larger
         num_ranks = hardware.gpus.count  # some desktops have two or four, but not three
-    lanes = num_ranks if training.lanes == question.num_ranks else training.lanes
-    number = rounded_to_lanes(num_ranks, lanes) if question.chooses_microbatches else training.num_microbatches
-    if not max(lanes, num_ranks) <= number <= training.batch_size:
+    more = replace(question, hardware=hardware, num_ranks=num_ranks)
+    number = more.least_microbatches if question.chooses_microbatches else training.num_microbatches
+    if not num_ranks <= number <= training.batch_size:
         return None
-    training = replace(training, lanes=lanes, num_microbatches=number)
-    return replace(question, hardware=hardware, num_ranks=num_ranks, training=training)
+    return replace(more, training=replace(training, num_microbatches=number))

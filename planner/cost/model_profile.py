@@ -203,7 +203,8 @@ class ModelProfile:
         alike = len(other.layers) == len(self.layers)
         pairs = [(layer, other.layers[index if alike else 0]) for index, layer in enumerate(self.layers)]
         # Equal layers are one object, and stay one.
-        known = {(id(layer), id(like)): replace(layer, peak_nbytes=like.peak_nbytes) for layer, like in pairs}
+        different = {(id(layer), id(like)): (layer, like) for layer, like in pairs}
+        known = {key: replace(layer, peak_nbytes=like.peak_nbytes) for key, (layer, like) in different.items()}
         return replace(
             self,
             embedding=replace(self.embedding, peak_nbytes=other.embedding.peak_nbytes),

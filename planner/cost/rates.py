@@ -114,15 +114,15 @@ def speeds_of(hardware: "Hardware", num_ranks: int = 1, precision: Precision | N
     """Returns the rates of a machine for a job with `num_ranks` GPUs.
 
     If the SSDs have a combined limit, each one gets at most its share of it. So does each GPU of the job that may be
-    behind the same PCIe uplink as others. `precision`: of the job; None: that of the profile. It counts where the
-    device is the CPU and its rate in fp32 is known.
+    behind the same PCIe uplink as others. `precision`: of the job; None: that of the profile. It counts where the rate
+    in fp32 is known.
     """
     ssds, gpus = hardware.ssds, hardware.gpus
     share = float("inf") if ssds.combined_gb_per_s is None else ssds.combined_gb_per_s / ssds.count
     is_cpu = gpus.count == 0
     fp32_flops = (gpus.fp32_tflops or gpus.tflops) * 1e12
-    flops = fp32_flops if is_cpu and precision is Precision.FP32 else gpus.tflops * 1e12
-    memory = hardware.host.memory_gb_per_s * GB if is_cpu else flops * _MEMORY_BYTES_PER_FLOP
+    flops = fp32_flops if precision is Precision.FP32 else gpus.tflops * 1e12
+    memory = hardware.host.memory_gb_per_s * GB if is_cpu else gpus.tflops * 1e12 * _MEMORY_BYTES_PER_FLOP
     slower = _CPU_CONTENTION_FACTOR if is_cpu else 1.0
     link = slower * _num_sharing(hardware, num_ranks)
     duplex = hardware.pcie.duplex_gb_per_s

@@ -30,6 +30,8 @@ from windlass.planner.solver import (
 _NEAR = 0.003
 # Number of assignments that a search counts exactly, at most. Mostly three to six are enough.
 _MOST_COUNTED = 48
+# Number of frontiers of which one assignment is counted exactly, at most, before all frontiers are compared.
+_MOST_TRIED = 3
 # Share of a limit by which exact counts may be smaller than expected, and the number of such assignments to count.
 _DOUBT, _MOST_DOUBTED = 0.02, 3
 
@@ -137,15 +139,19 @@ class LeastMemory:
         return None
 
     def _first_fitting(self, limits: Bytes) -> Need | None:
-        """Returns a plan within the limits if the first frontier that may have one has one."""
-        tier = MemoryTier.HOST if math.isinf(limits.device) else MemoryTier.DEVICE
+        """Returns a plan within the limits if one of the first frontiers that may have one has one."""
+        tier, num_tried = MemoryTier.HOST if math.isinf(limits.device) else MemoryTier.DEVICE, 0
         for number, counting in enumerate(self._each()):
             needs = counting.frontier.needs(tier, counting.left(limits)) + counting.more(tier)
             index = int(needs.argmin())
             if needs[index] <= limits.of(tier):
                 moved = counting.frontier.moved(index, tier, counting.left(limits))
                 need = self._count(number, index, moved)
-                return need if need.nbytes.fits(limits) else None
+                num_tried += 1
+                if need.nbytes.fits(limits):
+                    return need
+                if num_tried == _MOST_TRIED:
+                    break
         return None
 
     def may_fit(self, limits: Bytes) -> bool:

@@ -12,23 +12,24 @@ from windlass.storage.ids import Precision, StatePrecision
 _FEW_TOKENS = 64  # tokens of an example: the search goes no shorter
 
 
+_Change = Callable[[PlanQuestion, Profiles], str | None]
+
+
 def what_would_fit(question: PlanQuestion, profiles: Profiles, shortfall: Shortfall) -> list[str]:
     """Names the nearest change of each kind that makes a job fit, the cheapest first. The job must not fit as it is.
 
-    First come settings that give the same results, up to rounding, then those that change them, and then memory.
+    First come settings that give the same results, up to rounding. If there are none, other batches and lengths follow.
+    Then come less exact settings, and then memory.
     """
-    settings: tuple[Callable[[PlanQuestion, Profiles], str | None], ...] = (
-        _other_microbatches,
-        _cut_matrices,
-        _kept_gradients,
-        _split_states,
-        _fewer_gpus,
-        _smaller,
-        _smaller_sums,
-        _smaller_states,
-    )
-    found = [words for change in settings if (words := change(question, profiles)) is not None]
+    exact: tuple[_Change, ...] = (_other_microbatches, _cut_matrices, _kept_gradients, _split_states, _fewer_gpus)
+    found = _words_of(exact, question, profiles)
+    found = found or _words_of((_two_examples, _smaller), question, profiles)
+    found += _words_of((_smaller_sums, _smaller_states), question, profiles)
     return [f"it fits with {words}" for words in (*found, *shortfall.remedies())]
+
+
+def _words_of(changes: tuple[_Change, ...], question: PlanQuestion, profiles: Profiles) -> list[str]:
+    return [words for change in changes if (words := change(question, profiles)) is not None]
 
 
 def _other_microbatches(question: PlanQuestion, profiles: Profiles) -> str | None:
@@ -98,27 +99,46 @@ def _smaller_sums(question: PlanQuestion, profiles: Profiles) -> str | None:
     return f"gradients summed in {precision} (accumulation_precision), which is less exact"
 
 
+def _two_examples(question: PlanQuestion, profiles: Profiles) -> str | None:
+    """Proposes a second example in a micro-batch of its own.
+
+    Embedding and head then come in pieces also where the head goes over a micro-batch in slices.
+    """
+    if question.training.batch_size > 1 or not fits(question.changed(batch_size=2, num_microbatches=2), profiles):
+        return None
+    return "a batch of 2 in 2 micro-batches (batch_size, num_microbatches), which come in smaller pieces"
+
+
 def _smaller(question: PlanQuestion, profiles: Profiles) -> str | None:
-    """Proposes a smaller batch in micro-batches of one or two examples, or else one shorter example."""
+    """Proposes a smaller batch in micro-batches of one or two examples, or shorter examples, or both."""
+    most = question.training.batch_size - 1
+    least = min(2, most)  # one example may need more, see `_two_examples`
 
     def cut(batch_size: int) -> PlanQuestion:
         lanes = min(question.training.lanes, batch_size)
         number = lanes << ((batch_size // lanes).bit_length() - 1)  # equal lanes
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
-    if batch_size := largest_fitting(cut, profiles, most=question.training.batch_size - 1):
+    batch_size = max(least, largest_fitting(lambda number: cut(max(least, number)), profiles, most=most))
+    if batch_size and not fits(cut(batch_size), profiles):
+        batch_size = 1 if fits(cut(1), profiles) else 0
+    if batch_size:
         smaller = cut(batch_size)
-        parts = f"{smaller.training.num_microbatches} micro-batches{_left_out(question, smaller)}"
-        return f"a batch of {batch_size} in {parts} (batch_size, num_microbatches)"
+        number = smaller.training.num_microbatches
+        parts = f"{number} micro-batch{'es' if number > 1 else ''}{_left_out(question, smaller)}"
+        return f"a batch of {smaller.training.batch_size} in {parts} (batch_size, num_microbatches)"
 
-    def one(num_tokens: int) -> PlanQuestion:
-        return question.changed(batch_size=1, num_microbatches=1, sequence_length=num_tokens)
+    def shorter(batch_size: int, num_tokens: int) -> PlanQuestion:
+        return cut(batch_size).changed(sequence_length=num_tokens)
 
     lengths = list(_shorter(question.widest))
-    if not lengths or not fits(one(lengths[-1]), profiles):
-        return None
-    num_tokens = next(length for length in lengths if fits(one(length), profiles))
-    return f"a batch of 1 and sequences of {num_tokens} tokens{_left_out(question, one(num_tokens))}"
+    for batch_size in dict.fromkeys((most + 1, max(1, least), 1)):
+        if lengths and fits(shorter(batch_size, lengths[-1]), profiles):
+            num_tokens = next(length for length in lengths if fits(shorter(batch_size, length), profiles))
+            batch = "" if batch_size == question.training.batch_size else f"a batch of {batch_size} and "
+            left_out = _left_out(question, shorter(batch_size, num_tokens))
+            return f"{batch}sequences of {num_tokens} tokens{left_out}"
+    return None
 
 
 def _shorter(num_tokens: int) -> Iterator[int]:

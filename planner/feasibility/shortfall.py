@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from windlass.amounts import GIB, bytes_text, least_gib, least_text
 from windlass.engine.memory_plan import MemoryTier, reserved_nbytes
 from windlass.planner.feasibility.least_memory import LeastMemory, Need
+from windlass.planner.hardware import Ssds
 from windlass.planner.question import PlanQuestion, PlanReport
 from windlass.planner.solver import DRIVER_NBYTES, Bytes, processes_nbytes
 
@@ -145,7 +146,7 @@ def size_in_words(question: PlanQuestion, memory: Memory, nbytes: int) -> str:
     """
     part = getattr(question.hardware, memory.part)
     if memory.tier is MemoryTier.SSD:
-        return f"{least_gib(nbytes / max(1, part.count))} GiB on each SSD"
+        return _ssds_in_words(question.hardware.ssds, nbytes)
     of_machine_nbytes = nbytes + memory.others_nbytes(question.num_ranks)
     if not memory.is_budget(question):
         return f"{least_gib(of_machine_nbytes)} GiB of {memory.words}"
@@ -156,6 +157,14 @@ def size_in_words(question: PlanQuestion, memory: Memory, nbytes: int) -> str:
     return f"a budget of {least_gib(nbytes)} GiB of {words} ({memory.setting}, of the job or of the settings){beside}"
 
 
+def _ssds_in_words(ssds: Ssds, nbytes: int) -> str:
+    """Names the number of SSDs that have so much space, and the size with which no more of them are needed."""
+    number, gib = math.ceil(nbytes / (ssds.capacity_gib * GIB)), least_gib(nbytes / ssds.count)
+    if ssds.count == 1:
+        return f"{number} SSDs like this one (or one of {gib} GiB)"
+    return f"{number} SSDs like these (or {gib} GiB on each SSD)"
+
+
 def shortfall_of(question: PlanQuestion, least: LeastMemory) -> Shortfall:
     """Returns what a job lacks. It must not fit."""
     limits = limits_for_plans(question)
@@ -164,7 +173,8 @@ def shortfall_of(question: PlanQuestion, least: LeastMemory) -> Shortfall:
         if math.isinf(limits.of(memory.tier)):
             continue  # the device uses the host's memory
         need = least.least(memory.tier, limits)
-        if need is not None:
+        # Where the other memory is just enough, what is left out of the programs may decide.
+        if need is not None and least.fitting(limits.at_least(need.nbytes)) is not None:
             needs[memory.tier] = need
     shortfall = Shortfall(question=question, needs=needs)
     if any(shortfall.missing.values()):

@@ -9,10 +9,12 @@ from windlass.planner.hardware.hardware import example_machines as example_machi
 from windlass.planner.hardware.hardware import save_hardware as save_hardware
 from windlass.planner.hardware.hardware import unusual as unusual
 from windlass.planner.hardware.model_shape import ModelShape as ModelShape
+from windlass.planner.hardware.model_shape import organization_of as organization_of
 from windlass.planner.hardware.model_shape import published_model as published_model
 from windlass.planner.hardware.model_shape import published_models as published_models
 from windlass.planner.hardware.model_shape import similar_models as similar_models
 from windlass.planner.hardware.named_machines import UnknownMachineError as UnknownMachineError
+from windlass.planner.hardware.named_machines import UnknownSizeError as UnknownSizeError
 from windlass.planner.hardware.named_machines import desktop_sizes as desktop_sizes
 from windlass.planner.hardware.named_machines import endurance_tbw_of as endurance_tbw_of
 from windlass.planner.hardware.named_machines import limit_in_words as limit_in_words

@@ -29,7 +29,7 @@ Count = Annotated[int, Field(ge=1, le=10_000)]
 class Gpus(Part):
     """Equal GPUs. `tflops`: 10^12 operations/s of one GPU, in large matrix products in the training precision.
 
-    `fp32_tflops`: the same in fp32. It counts only if the device is the CPU, for jobs in fp32 and for attention.
+    `fp32_tflops`: the same for jobs in fp32; on a CPU for attention, too. None: as in `tflops`.
     """
 
     count: Annotated[int, Field(ge=0, le=10_000)]

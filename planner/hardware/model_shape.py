@@ -1,6 +1,7 @@
 """The sizes of a model, for users who plan a model that does not exist yet or that is not here."""
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -11,6 +12,12 @@ from windlass.planner.hardware.yaml_files import Part
 # Limits against typing errors, far beyond any model, because a larger search would not end.
 _MOST_LAYERS = 10_000
 _MOST_NEAR_NAMES = 3
+# Minimum similarity (`difflib`'s ratio) at which a family or an organization counts as a misspelt one.
+_MISSPELT = 0.75
+# The organizations whose models have the published shapes, by the letters that the names of a family begin with.
+_ORGANIZATIONS = {"gpt": "openai-community", "llama": "meta-llama", "mistral": "mistralai", "qwen": "Qwen"}
+# Families without a published shape that are spelt like one with shapes.
+_OTHER_FAMILIES = frozenset({"mixtral"})
 # Words in names on the hub that tell how a model was trained, or its format. Its shape is the same without them.
 _SAME_SHAPE = frozenset({"base", "chat", "hf", "instruct", "it"})
 # Shapes whose models have another name on the hub, by that name without these words. Other versions have other shapes.
@@ -91,23 +98,58 @@ def published_models() -> dict[str, Path]:
 def published_model(name: str) -> Path | None:
     """Returns the shape of a published model by its name here or on the hub; None: it is not known.
 
-    `meta-llama/Llama-3.1-8B-Instruct` has the shape `llama-3.1-8b`. Upper case, the organization, and words for a
-    model's training or format make no difference. A path is no name.
+    `meta-llama/Llama-3.1-8B-Instruct` has the shape `llama-3.1-8b`. Upper case, and words for a model's training or
+    format make no difference. The organization may be another one, which copied the model, but no misspelt one, and
+    none that published another of these models. A path is no name.
     """
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or _meant_organization(name) is not None:
         return None
-    plain = _plain_name(name)
-    return published_models().get(_NAMES_ON_HUB.get(plain, plain))
+    return published_models().get(_shape_of(name))
+
+
+def organization_of(shape: str) -> str | None:
+    """Returns the organization whose models on the hub have a published shape; None for a shape of a paper."""
+    return _ORGANIZATIONS.get(_family_of(shape))
 
 
 def similar_models(name: str) -> list[str]:
-    """Returns the published models whose names are near to a name, the nearest first. A Hugging Face id is one, too."""
-    names = sorted(published_models())
+    """Returns the published models whose names are near to a name, the nearest first.
+
+    They are of its family, which may be misspelt: another family is another model, however alike the names are. If only
+    the organization of a Hugging Face id is wrong, the id with the right one is returned.
+    """
+    shape, organization = _shape_of(name), _meant_organization(name)
+    if organization is not None and shape in published_models():
+        return [f"{organization}/{name.rpartition('/')[2]}"]
+    families = {_family_of(each) for each in published_models()}
+    family = _family_of(shape)
+    if family not in families | _OTHER_FAMILIES:
+        family = next(iter(difflib.get_close_matches(family, families, n=1, cutoff=_MISSPELT)), family)
+    names = sorted(each for each in published_models() if _family_of(each) == family)
+    return difflib.get_close_matches(shape, names, n=_MOST_NEAR_NAMES, cutoff=0.0)
+
+
+def _meant_organization(name: str) -> str | None:
+    """Returns the organization that a Hugging Face id should have. None: its own, or none, may be right."""
+    organization, slash, _ = name.rpartition("/")
+    right = organization_of(_shape_of(name))
+    written = organization.casefold()
+    if not slash or right is None or written == right.casefold():
+        return None
+    known = [each.casefold() for each in _ORGANIZATIONS.values()]
+    return right if difflib.get_close_matches(written, known, n=1, cutoff=_MISSPELT) else None
+
+
+def _family_of(plain: str) -> str:
+    """Returns the letters that a plain name begins with: llama of llama-3.1-8b."""
+    letters = re.match("[a-z]*", plain)
+    return letters.group() if letters else ""
+
+
+def _shape_of(name: str) -> str:
+    """Returns the name that a model's shape has here, if it is known."""
     plain = _plain_name(name)
-    if near := difflib.get_close_matches(plain, names, n=_MOST_NEAR_NAMES):
-        return near
-    family = plain.partition("-")[0]
-    return [each for each in names if family and each.startswith(family)]
+    return _NAMES_ON_HUB.get(plain, plain)
 
 
 def _plain_name(name: str) -> str:

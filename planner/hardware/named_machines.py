@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,11 @@ _LEAST_RAM_GIB = 16  # of a desktop; the most is the largest listed size
 # Operations per second of a card that is not known, over those of the card that is there.
 _FASTER_CARD_RATIO = 2.0
 _MAKER = "NVIDIA "  # of the known cards
+# The forms of a name with a number of GPUs: `2x RTX 4090`, `rtx4090 x2`. The x stands beside a number or a space.
+_COUNTED = (
+    re.compile(r"(?P<count>[0-9]{1,4})\s*[x×*]\s*(?P<name>.+)", re.IGNORECASE),
+    re.compile(r"(?P<name>.+[\s0-9])[x×*]\s*(?P<count>[0-9]{1,4})", re.IGNORECASE),
+)
 # Share of what SSDs read one by one: a combined limit above it is the SSDs' own, one below that of what they share.
 _OWN_LIMIT = 0.9
 
@@ -27,6 +33,7 @@ class Card(Part):
     name: str
     memory_gib: Rate
     tflops: Rate
+    fp32_tflops: Rate
     pcie: Annotated[int, Field(ge=1, le=9)]
 
 
@@ -59,7 +66,7 @@ class Desktops(Part):
     def allowed_in_words(self, card: Card, part: str) -> str:
         """Names the values that a part of a name may have."""
         if part == "ram":
-            return f"whole numbers of GiB from {_LEAST_RAM_GIB} to {max(self.host)}"
+            return f"a whole number of GiB from {_LEAST_RAM_GIB} to {max(self.host)}"
         return ", ".join(map(str, self.sizes(card)[part]))
 
     def has_ram(self, gib: float) -> bool:
@@ -75,7 +82,13 @@ class Desktops(Part):
     def machine(self, card: Card, *, gpus: int, ram: int, ssds: int) -> Hardware:
         """Returns the profile of one box."""
         return Hardware(
-            gpus=Gpus(count=gpus, memory_gib=card.memory_gib, tflops=card.tflops, name=card.name),
+            gpus=Gpus(
+                count=gpus,
+                memory_gib=card.memory_gib,
+                tflops=card.tflops,
+                fp32_tflops=card.fp32_tflops,
+                name=card.name,
+            ),
             host=self.host_with(ram),
             pcie=self.pcie[card.pcie][gpus],
             ssds=_ssds_of(ssds, self.ssds[ssds]),
@@ -89,6 +102,10 @@ def desktop_sizes() -> dict[str, dict[str, list[int]]]:
 
 class UnknownMachineError(ValueError):
     """No machine has this name. The text says which part of the name is wrong, and what there is."""
+
+
+class UnknownSizeError(UnknownMachineError):
+    """A machine has the first part of the name, but not this size."""
 
 
 @cache
@@ -105,7 +122,8 @@ def machine_names() -> list[str]:
 def machine_name(name: str) -> str:
     """Returns a machine's name as lists have it: `rtx4090:ram=128` for `RTX 4090: ram = 128`.
 
-    Upper case, spaces, hyphens and underscores make no difference, and a card may have its maker's name for it.
+    Upper case, spaces, hyphens and underscores make no difference, and a card may have its maker's name for it. `2x RTX
+    4090` and `rtx4090 x2` have two GPUs, and RAM may have its unit.
 
     Raises:
         UnknownMachineError: no machine is named so.
@@ -129,22 +147,45 @@ def machine_of(name: str) -> Hardware:
 
 
 def _parts_of(name: str) -> tuple[str, dict[str, int]]:
-    """Returns the name of a card or of a published machine, and the sizes that follow it."""
+    """Returns the name of a card or of a published machine, and the sizes that the name gives."""
     asked, colon, rest = name.partition(":")
-    known = _names_by_letters()
-    first = known.get(_letters(asked))
+    first, count = _counted_machine(asked)
     if first is None:
-        near = dict.fromkeys(known[each] for each in difflib.get_close_matches(_letters(asked), known, n=3))
-        guess = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UnknownMachineError(f"no machine is named {asked}; {guess}{_machines_in_words()}")
+        raise UnknownMachineError(_unknown_machine(asked))
     card = desktops().cards.get(first)
     if card is None:
-        if colon:
-            raise UnknownMachineError(f"{name}: {first} has one size; only {', '.join(desktops().cards)} have others")
+        if colon or count is not None:
+            raise UnknownSizeError(f"{name}: {first} has one size; only {', '.join(desktops().cards)} have others")
         return first, {}
     if colon and not rest.strip():
-        raise UnknownMachineError(f"{name}: nothing follows the colon; write {_example(first, card)}")
-    return first, _sizes_of(name, first, card, rest)
+        raise UnknownSizeError(f"{name}: nothing follows the colon; write {_example(first, card)}")
+    items = [*([] if count is None else [f"gpus={count}"]), *(rest.split(",") if rest else ())]
+    return first, _sizes_of(name, first, card, items)
+
+
+def _counted_machine(asked: str) -> tuple[str | None, str | None]:
+    """Returns a machine's name as lists have it, and the number before or after it: 2 of `2x RTX 4090`.
+
+    None: no machine is named so, or there is no number.
+    """
+    known = _names_by_letters()
+    if (first := known.get(_letters(asked))) is not None:
+        return first, None
+    counted = next((found for form in _COUNTED if (found := form.fullmatch(asked.strip())) is not None), None)
+    return (None, None) if counted is None else (known.get(_letters(counted["name"])), counted["count"])
+
+
+def _unknown_machine(asked: str) -> str:
+    """Tells that no machine is named so, and what there is."""
+    known, letters = _names_by_letters(), _letters(asked)
+    if "=" in asked:
+        cards = desktops().cards
+        first = next((name for name in cards if letters.startswith(name)), next(iter(cards)))
+        return f"no machine is named {asked}; sizes follow a colon, as in {_example(first, cards[first])}"
+    beginnings = [each for each in known if letters and each.startswith(letters)]
+    near = dict.fromkeys(known[each] for each in (*beginnings, *difflib.get_close_matches(letters, known, n=3)))
+    guess = f"did you mean {' or '.join(near)}? There" if near else "there"
+    return f"no machine is named {asked}; {guess} {_machines_in_words()}"
 
 
 def _names_by_letters() -> dict[str, str]:
@@ -158,22 +199,23 @@ def _letters(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).casefold()
 
 
-def _sizes_of(name: str, first: str, card: Card, text: str) -> dict[str, int]:
-    sizes = dict[str, int]()
-    for item in text.split(",") if text else ():
+def _sizes_of(name: str, first: str, card: Card, items: Iterable[str]) -> dict[str, int]:
+    sizes, parts = dict[str, int](), desktops().sizes(card)
+    for item in items:
         part, equals, value = (each.strip() for each in item.casefold().partition("="))
-        parts = desktops().sizes(card)
+        part = part if part in parts else f"{part}s"  # one GPU, one SSD
         if part not in parts or not equals:
-            raise UnknownMachineError(
-                f"{name}: {item!r} is not one of {', '.join(f'{each}=…' for each in parts)}, as in "
+            raise UnknownSizeError(
+                f"{name}: {item.strip()!r} is not one of {', '.join(f'{each}=…' for each in parts)}, as in "
                 f"{_example(first, card)}"
             )
         if part in sizes:
-            raise UnknownMachineError(f"{name}: {part} is given twice")
-        if not re.fullmatch(r"[0-9]{1,4}", value) or not desktops().allows(card, part, int(value)):
+            raise UnknownSizeError(f"{name}: {part} is given twice")
+        number = re.fullmatch(r"([0-9]{1,4})\s*(?:g(?:i?b)?)?" if part == "ram" else r"([0-9]{1,4})", value)
+        if number is None or not desktops().allows(card, part, int(number[1])):
             allowed = desktops().allowed_in_words(card, part)
-            raise UnknownMachineError(f"{name}: {part} is {value!r}; there are {allowed}")
-        sizes[part] = int(value)
+            raise UnknownSizeError(f"{name}: {part}={value} is not possible; {part} may be {allowed}")
+        sizes[part] = int(number[1])
     return sizes
 
 
@@ -182,13 +224,13 @@ def _example(first: str, card: Card) -> str:
 
 
 def _machines_in_words() -> str:
-    """Lists the names of machines, for help texts and errors."""
+    """Lists the names of machines, for errors. It continues "there ..."."""
     cards = desktops().cards
     card = next(iter(cards.values()))
     sizes = "; ".join(f"{part}: {desktops().allowed_in_words(card, part)}" for part in desktops().sizes(card))
     return (
-        f"there are the published {', '.join(sorted(example_machines()))}, and desktops with {', '.join(cards)}, in "
-        f"sizes as rtx4090:gpus=2,ram=128,ssds=2 ({sizes})"
+        f"are desktops with {', '.join(cards)}, in sizes as rtx4090:gpus=2,ram=128,ssds=2 ({sizes}), and the published "
+        f"machines {', '.join(sorted(example_machines()))}"
     )
 
 
@@ -200,13 +242,20 @@ def with_faster_card(gpus: Gpus) -> Gpus:
     cards = list(desktops().cards.values())
     for card, faster in itertools.pairwise(cards):
         if gpus.name is not None and gpus.name.endswith(card.name.removeprefix(_MAKER)):
-            update = {"memory_gib": max(faster.memory_gib, gpus.memory_gib), "name": faster.name}
-            return gpus.model_copy(update={**update, "tflops": gpus.tflops * faster.tflops / card.tflops})
-    return gpus.model_copy(update={"tflops": _FASTER_CARD_RATIO * gpus.tflops, "name": None})
+            memory_gib = max(faster.memory_gib, gpus.memory_gib)
+            more = _that_computes_faster(gpus, faster.tflops / card.tflops)
+            return more.model_copy(update={"memory_gib": memory_gib, "name": faster.name})
+    return _that_computes_faster(gpus, _FASTER_CARD_RATIO)
 
 
-def with_one_more_gpu(hardware: Hardware) -> Hardware:
-    """Returns a machine with the next number of GPUs.
+def _that_computes_faster(gpus: Gpus, ratio: float) -> Gpus:
+    """Returns unnamed GPUs that do so many times as many operations per second, in all precisions."""
+    fp32_tflops = None if gpus.fp32_tflops is None else ratio * gpus.fp32_tflops
+    return gpus.model_copy(update={"tflops": ratio * gpus.tflops, "fp32_tflops": fp32_tflops, "name": None})
+
+
+def with_one_more_gpu(hardware: Hardware) -> Hardware | None:
+    """Returns a machine with the next number of GPUs, or None for a desktop whose board has no place for more.
 
     A desktop that ships with windlass has the lanes that its board then gives to each. On another machine the new GPU
     has a link like the others'.
@@ -215,7 +264,9 @@ def with_one_more_gpu(hardware: Hardware) -> Hardware:
     for card in desktops().cards.values():
         links = desktops().pcie[card.pcie]
         larger = [count for count in links if count > gpus.count]
-        if card.name == gpus.name and links.get(gpus.count) == hardware.pcie and larger:
+        if card.name == gpus.name and links.get(gpus.count) == hardware.pcie:
+            if not larger:
+                return None
             gpus = gpus.model_copy(update={"count": larger[0]})
             return hardware.model_copy(update={"gpus": gpus, "pcie": links[larger[0]]})
     return hardware.model_copy(update={"gpus": gpus.model_copy(update={"count": gpus.count + 1})})

@@ -20,29 +20,29 @@ _NEAR = 0.01
 
 
 def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) -> list[str]:
-    """Estimates the gain from twice as much of each resource, by the cost model."""
+    """Estimates the gain from twice as much of each resource by the cost model, and tells the largest first."""
     hardware, solution = question.hardware, _least_bound(question, job, solution)
     ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
     more_ssds = with_more_ssds(hardware, ssds.count).ssds
+    computes = with_part(gpus, tflops=2 * gpus.tflops, fp32_tflops=gpus.fp32_tflops and 2 * gpus.fp32_tflops)
     twice: dict[str, dict[str, Any]] = {
         f"twice as many SSDs{limit_in_words(ssds, more_ssds)}": {"ssds": more_ssds},
         "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
-        "twice the GPU memory": {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)},
         "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},
         "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
-        "a link twice as fast": {
+        f"a {'GPU' if question.has_gpu else 'CPU'} that computes twice as fast": {"gpus": computes},
+    }
+    if question.has_gpu:  # a CPU has no link, and its memory is the host's
+        twice["twice the GPU memory"] = {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)}
+        twice["a link twice as fast"] = {
             "pcie": with_part(
                 pcie,
                 h2d_gb_per_s=2 * pcie.h2d_gb_per_s,
                 d2h_gb_per_s=2 * pcie.d2h_gb_per_s,
                 duplex_gb_per_s=None if pcie.duplex_gb_per_s is None else 2 * pcie.duplex_gb_per_s,
             )
-        },
-        "a GPU that computes twice as fast": {
-            "gpus": with_part(gpus, tflops=2 * gpus.tflops, fp32_tflops=gpus.fp32_tflops and 2 * gpus.fp32_tflops)
-        },
-    }
-    reasons = []
+        }
+    told = list[tuple[float, str]]()
     for words, update in twice.items():
         changed = with_part(hardware, **update)
         faster = replace(question, hardware=changed)
@@ -56,8 +56,9 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
         except DoesNotFitError:  # it fits here, so it fits there; but no plan is worth mentioning
             continue
         if other.step_s < (1 - WORTH) * solution.step_s:
-            reasons.append(f"with {words} a step takes about {1 - other.step_s / solution.step_s:.0%} less")
-    return reasons
+            share = 1 - other.step_s / solution.step_s
+            told.append((share, f"with {words} a step takes about {share:.0%} less"))
+    return [words for _, words in sorted(told, reverse=True)]
 
 
 def _least_bound(question: PlanQuestion, job: PlannedJob, solution: Solution) -> Solution:

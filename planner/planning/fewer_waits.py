@@ -87,8 +87,20 @@ def with_idle_links(question: PlanQuestion, profiles: Profiles, busy: Solution, 
 def _solved_for(question: PlanQuestion, profiles: Profiles, busy: Solution, slower: Speeds) -> Solution | None:
     """Returns the best plan of the same kind on a slower machine, as it is on the job's. None: it does not fit."""
     found = solve_kind_exactly(question, replace(busy.kind, speeds=slower, limits=question.limits), profiles)
-    if found is None:
-        return None
-    costs, kind = (replace(each, speeds=busy.costs.speeds) for each in (found.costs, found.kind))
-    solution, excess = counted(question, profiles, solution_of(costs, found.placement, found.plan.arena_nbytes))
+    return None if found is None else at_speeds(question, profiles, found, busy.costs.speeds)
+
+
+def at_speeds(question: PlanQuestion, profiles: Profiles, other: Solution, speeds: Speeds) -> Solution | None:
+    """Returns the plan of a machine with other rates as it is with these ones. None: it does not fit."""
+    costs, kind = (replace(each, speeds=speeds) for each in (other.costs, other.kind))
+    solution, excess = counted(question, profiles, solution_of(costs, other.placement, other.plan.arena_nbytes))
     return None if excess > 0 else replace(solution, kind=kind)
+
+
+def with_slower_ssds(question: PlanQuestion, share: float) -> PlanQuestion:
+    """Returns the question for a machine whose SSDs do a share of what they do on this one."""
+    ssds = question.hardware.ssds
+    rates = ("read_gb_per_s", "write_gb_per_s", "combined_gb_per_s")
+    slower = {name: share * rate for name in rates if (rate := getattr(ssds, name)) is not None}
+    hardware = question.hardware.model_copy(update={"ssds": ssds.model_copy(update=slower)})
+    return replace(question, hardware=hardware)

@@ -12,8 +12,7 @@ from typing import Any
 from windlass.actors.timeline import SIMULATED_FOLDER, keep_step
 from windlass.engine.data import example_lengths
 from windlass.engine.memory_plan import ExampleLengths
-from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus, questions_by_number
-from windlass.planner.planning.measuring_first import lacking_times, with_measuring_s
+from windlass.planner.planning.gpu_choice import ChosenGpus, choose_gpus
 from windlass.planner.planning.planner import Planned, answer, planned
 from windlass.planner.planning.process import CannotBePlannedError
 from windlass.planner.planning.replan import RunningJob, correct, costs_of
@@ -63,10 +62,6 @@ def plan_job(
     if request.running is not None:
         return _plan_again(question, request.running)
     chosen = choose_gpus(question, watcher) if request.chooses_ranks else ChosenGpus(planned=answer(question, watcher))
-    if question.leaves_unmeasured:
-        needs = lacking_times(questions_by_number(question), Profiles(question))
-        report = with_measuring_s(chosen.planned.report, needs)
-        chosen = replace(chosen, planned=replace(chosen.planned, report=report))
     if request.what_if and with_what_if is not None:
         chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher))
     found, plan = chosen.planned, _job_plan(chosen.planned)

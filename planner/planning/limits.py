@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from windlass.planner.feasibility import largest_fitting, least_gpu, least_memory_of, with_least_gpu, with_part
+from windlass.planner.hardware import Hardware, with_more_ssds
 from windlass.planner.planning.planner import Planned, planned
 from windlass.planner.planning.simulated_search import best_plan, fastest_plan
-from windlass.planner.question import PlanQuestion, Profiles, solve_exactly
-from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, Solution, smallest, solve_job
+from windlass.planner.question import PlanQuestion, Profiles
+from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, smallest
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
 
@@ -67,13 +69,28 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     """
     question = replace(question, measures=False)
     profiles = Profiles(question)
-    most = int(question.hardware.host.memory_gib)
+    hardware = question.hardware
+    ssds, ram_gib = hardware.ssds.count, int(hardware.host.memory_gib)
     if goal is Goal.FEWEST_SSDS:
-        number, extreme = _fewest(question, profiles, "ssds", "count", question.hardware.ssds.count, slack)
+        number, extreme = _fewest(
+            question,
+            profiles,
+            lambda number: with_more_ssds(hardware, number - ssds),
+            ssds,
+            slack,
+            first=_first_of_each,
+        )
     elif goal is Goal.SMALLEST_GPU:
         number, extreme = _smallest_gpu(question, profiles)
     elif goal is Goal.SMALLEST_RAM:
-        number, extreme = _fewest(question, profiles, "host", "memory_gib", most, slack)
+        number, extreme = _fewest(
+            question,
+            profiles,
+            lambda number: with_part(hardware, host=with_part(hardware.host, memory_gib=number)),
+            ram_gib,
+            slack,
+            first=_first_of_many,
+        )
     else:
         search = _SEARCHES[goal]
         steps = largest_fitting(lambda steps: search.ask(question, steps), profiles, most=search.most)
@@ -101,33 +118,58 @@ def _smallest_gpu(question: PlanQuestion, profiles: Profiles) -> tuple[int, Plan
 
 
 def _fewest(
-    question: PlanQuestion, profiles: Profiles, part: str, key: str, most: int, slack: float
+    question: PlanQuestion,
+    profiles: Profiles,
+    with_number: Callable[[int], Hardware],
+    most: int,
+    slack: float,
+    *,
+    first: Callable[[Callable[[int], bool], int, int], int],
 ) -> tuple[int, PlanQuestion]:
-    """Finds the smallest number of a machine part that is enough, and the job on such a machine."""
-    hardware = question.hardware
+    """Finds a number of a machine part that is enough where one less is not, and the job on such a machine.
 
-    def with_number(number: int) -> PlanQuestion:
-        changed = with_part(getattr(hardware, part), **{key: number})
-        return replace(question, hardware=with_part(hardware, **{part: changed}))
+    A step takes at least its bound, which is no longer with more of a part. So numbers with a longer one are left out.
+    The step itself may be a little longer with more. `first`: returns the first number of a range that is enough, or
+    the last one.
+    """
+
+    def asked(number: int) -> PlanQuestion:
+        return replace(question, hardware=with_number(number))
+
+    def bound_s(number: int) -> float:
+        return best_plan(asked(number), profiles)[1].step_s
+
+    def step_s(number: int) -> float:
+        _, solution, simulated_s = fastest_plan(asked(number), profiles)
+        return solution.step_s if simulated_s is None else simulated_s
+
+    def is_enough(takes_s: Callable[[int], float], number: int) -> bool:
+        try:
+            return takes_s(number) <= most_s
+        except DoesNotFitError:
+            return False
 
     try:
-        job, best = best_plan(question, profiles)
+        most_s = (1 + slack) * step_s(most)
     except DoesNotFitError:
         return 0, question
+    least = smallest(partial(is_enough, bound_s), most=most) or most
+    number = first(partial(is_enough, step_s), least, most)
+    return number, asked(number)
 
-    def is_short(solve: Callable[[PlanQuestion], Solution], number: int) -> bool:
-        try:
-            return solve(with_number(number)).step_s > (1 + slack) * best.step_s
-        except DoesNotFitError:
-            return True
 
-    def by_program(other: PlanQuestion) -> Solution:
-        return solve_job(job, other.speeds, other.limits)
+def _first_of_each(is_enough: Callable[[int], bool], least: int, most: int) -> int:
+    """Returns the first number that is enough, or `most`."""
+    return next((number for number in range(least, most) if is_enough(number)), most)
 
-    def exactly(other: PlanQuestion) -> Solution:
-        return solve_exactly(other, job.num_microbatches, profiles)
 
-    least = smallest(lambda number: not is_short(by_program, number), most=most) or most
-    more = smallest(lambda number: not is_short(exactly, least - 1 + number), most=most - least + 1)
-    number = most if more is None else least - 1 + more
-    return number, with_number(number).changed(num_microbatches=job.num_microbatches)
+def _first_of_many(is_enough: Callable[[int], bool], least: int, most: int) -> int:
+    """Returns a number that is enough where the one before is not, or `most`. It tries numbers at growing distances."""
+    below, number, distance = least - 1, least, 1
+    while number < most and not is_enough(number):
+        below, number, distance = number, number + distance, 2 * distance
+    number = min(number, most)
+    while number - below > 1:
+        middle = (below + number) // 2
+        below, number = (below, middle) if is_enough(middle) else (middle, number)
+    return number

@@ -29,7 +29,7 @@ def measure_first(questions: Sequence[PlanQuestion], profiles: Profiles, watcher
     if not needs:
         return profiles
     if questions[0].leaves_unmeasured:
-        return profiles.by_rates()
+        return profiles.by_rates(needs)
     if watcher.see_estimate is not None:
         by_rates = profiles.by_rates()
         for question in questions:

@@ -13,13 +13,14 @@ from windlass.planner.feasibility import (
     with_least_gpu,
 )
 from windlass.planner.planning.faster import what_is_faster
-from windlass.planner.planning.measuring_first import measure_first
+from windlass.planner.planning.measuring_first import measure_first, with_measuring_s
 from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
 from windlass.planner.question import (
     ExampleTokens,
     PlanQuestion,
     PlanReport,
     Profiles,
+    TimesNeed,
     at_pace,
     report_of,
     slowdown_of,
@@ -38,6 +39,7 @@ class Planned:
     report: PlanReport
     solution: Solution | None = None
     layout: ModelLayout | None = None  # of the model's blocks; None also if the layers are hypothetical (`num_layers`)
+    lacking: tuple[TimesNeed, ...] = ()  # times that are left unmeasured, so that the plan is by the machine's rates
 
 
 def answer(question: PlanQuestion, watcher: Watcher = NOBODY) -> Planned:
@@ -51,8 +53,13 @@ def answer(question: PlanQuestion, watcher: Watcher = NOBODY) -> Planned:
     except DoesNotFitError:
         # Times do not matter here, so do not measure any.
         report = _report_of_shortfall(question, profiles.unmeasured())
-        return Planned(report=with_limits(report, question.budgets))
-    return planned(question, job, solution, profiles, step_s=step_s)
+        return Planned(report=with_limits(report, question.budgets, is_cpu=not question.has_gpu))
+    result = planned(question, job, solution, profiles, step_s=step_s)
+    num_gpus = question.hardware.gpus.count
+    if num_gpus <= question.num_ranks:
+        return result
+    told = f"the job uses {question.num_ranks} of the machine's {num_gpus} GPUs (gpus)"
+    return replace(result, report=replace(result.report, reasons=(*result.report.reasons, told)))
 
 
 def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
@@ -89,12 +96,14 @@ def planned(
         step_s *= now.step_s / solution.step_s
     report = told_of_pace(report_of(job, now, is_cpu=not question.has_gpu, step_s=step_s), slowdown)
     report = told_of_others(question, job, report)
-    report = replace(with_limits(report, question.budgets), example_tokens=_tokens_of(question, job.num_microbatches))
-    report = with_errors(question, job, report)
+    report = with_limits(report, question.budgets, is_cpu=not question.has_gpu)
+    report = replace(report, example_tokens=_tokens_of(question, job.num_microbatches))
+    report = with_measuring_s(with_errors(question, job, report), profiles.lacking)
     if advises:
         report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
         report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
-    return Planned(report=report, solution=solution, layout=None if question.num_layers else profiles.layout)
+    layout = None if question.num_layers else profiles.layout
+    return Planned(report=report, solution=solution, layout=layout, lacking=profiles.lacking)
 
 
 def _tokens_of(question: PlanQuestion, num_microbatches: int) -> ExampleTokens:

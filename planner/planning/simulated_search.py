@@ -1,5 +1,6 @@
 """Finds the fastest plan of a job: the best ones by the cost model are simulated, because it counts no waits."""
 
+import contextlib
 import math
 import os
 from collections import deque
@@ -10,11 +11,13 @@ from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.feasibility import least_memory_of, limits_for_plans, numbers_of_microbatches, shortfall_of
 from windlass.planner.planning.fewer_waits import (
     BUSY_SHARES,
+    at_speeds,
     waits,
     with_deeper_queues,
     with_idle_links,
     with_idle_ssds,
     with_more_passing,
+    with_slower_ssds,
 )
 from windlass.planner.question import PlanQuestion, Profiles, counted, search_exactly, solve_kind_exactly
 from windlass.planner.simulation import simulated_step_s
@@ -36,6 +39,12 @@ _WORTH = 5e-3
 # Share of a step by which the cost model's bound may grow if more gradients may wait for their update. Plans whose
 # bound grows by no more are simulated with so many: the bound does not count that updates come unevenly.
 _ROOM = 0.03
+# Shares of a step. If the fastest of the best plans takes longer than their least bound by more than the first, and the
+# SSDs are busy for more than the second, the plans of machines with slower SSDs are tried. They must be faster by the
+# third, because how much the others still gain is not known.
+_LONG_WAITS, _MUCH_USED, _CLEARLY = 0.05, 0.25, 1.5e-2
+# Rates of such SSDs, over those of the machine.
+_SLOWER_SSDS = (0.5, 0.25)
 # The number of plans with ever fewer swapped activations that are no faster, one after the other, before the last one.
 _MOST_SLOWER = 2
 
@@ -110,7 +119,7 @@ def fastest_plan(
     """Simulates the best plans by the cost model, and returns the fastest one with its step time.
 
     The step time is None for a model with hypothetical layers, which cannot be simulated. The cost model gives a lower
-    bound, so a plan is skipped if its bound is above the best simulated time.
+    bound, so a plan is skipped if by its bound it gains less than half a percent.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -121,7 +130,39 @@ def fastest_plan(
     if watcher.see_estimate is not None:
         watcher.see_estimate(question, profiles, found.best)
     simulations = _Simulations(question=question, profiles=profiles, watcher=watcher)
-    busy, busy_s = _fastest_of(found, simulations)
+    first = _as_with_slower_ssds(found.best, _fastest_of(found, simulations), simulations)
+    fastest, step_s = _fastest_like(first, found, simulations)
+    for number in _numbers_to_look_at(question, found, fastest, step_s):
+        fixed = replace(simulations, question=question.changed(num_microbatches=number))
+        with contextlib.suppress(DoesNotFitError):
+            of_number = _search(fixed.question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
+            rival, rival_s = _fastest_like(_fastest_of(of_number, fixed), of_number, fixed)
+            if rival_s < step_s:
+                fastest, step_s = rival, rival_s
+    return fastest.costs.job, fastest, step_s
+
+
+def _numbers_to_look_at(question: PlanQuestion, found: Found, fastest: Solution, step_s: float) -> set[int]:
+    """Returns the numbers of micro-batches of which more plans may be clearly faster, if the planner chooses it.
+
+    Only a few plans near the best one are simulated, and hardly two with the same number. With the fewest, least is
+    read and copied. So mostly one of these is the fastest, or one with the number of the fastest plan so far.
+    """
+    if not question.chooses_microbatches or found.best.step_s >= (1 - _WORTH) * step_s:
+        return set()
+    fewest = min(numbers_of_microbatches(question))
+    if waits(found.best.step_s, step_s):
+        return {fewest, _num_microbatches(fastest)}
+    num_simulated = sum(_num_microbatches(each) == fewest for each in (found.best, *found.others[:_NUM_OTHERS]))
+    return {fewest} if num_simulated < 2 else set()
+
+
+def _fastest_like(first: tuple[Solution, float], found: Found, simulations: _Simulations) -> tuple[Solution, float]:
+    """Returns the fastest of the plans that wait less than the first ones of a search, with its step time.
+
+    `first`: the fastest of those that were simulated so far.
+    """
+    question, (busy, busy_s) = simulations.question, first
     fastest, step_s = _with_fewer_waits(busy, simulations)
     if step_s > (1 + _FAR) * found.best.step_s and _kind_of(busy) != _kind_of(found.best):
         # All wait so much that which one waits least says little.
@@ -132,77 +173,142 @@ def fastest_plan(
         # Where the kept gradients are decides what else is in host memory, and so what waits for the SSDs.
         order, best = fastest.costs.job.update_order, found.best.costs
         spills = best.spills if best.job.update_order is order else fastest.costs.spills
-        rivals = found.of_kind(order, not spills, step_s)
-        fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, step_s)
+        rivals = found.of_kind(lambda costs: costs.job.update_order is order and costs.spills is not spills, step_s)
+        fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, (1 + _FAR) * step_s)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
-        (order,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
-        rivals = found.of_kind(order, None, step_s)
-        fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, busy_s)
-    return fastest.costs.job, fastest, step_s
+        (other,) = {UpdateOrder.ACTIVE, UpdateOrder.KEPT} - {fastest.costs.job.update_order}
+        rivals = found.of_kind(lambda costs: costs.job.update_order is other, step_s)
+        fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, (1 + _FAR) * busy_s)
+    return fastest, step_s
+
+
+def _as_with_slower_ssds(
+    best: Solution, fastest: tuple[Solution, float], simulations: _Simulations
+) -> tuple[Solution, float]:
+    """Returns the fastest plan or, if they are clearly faster, that of a machine with slower SSDs.
+
+    Where SSDs are fast, the best plans by the cost model let them be busy all the time, and wait for them. `best`: the
+    plan with the least bound.
+    """
+    question, profiles = simulations.question, simulations.profiles
+    plan, step_s = fastest
+    most_s = (1 - _CLEARLY) * step_s
+    for share in _SLOWER_SSDS:
+        if step_s <= (1 + _LONG_WAITS) * best.step_s or best.busy_s["ssd"] <= _MUCH_USED * best.step_s:
+            break
+        slower = _search(with_slower_ssds(question, share), profiles).best
+        other = at_speeds(question, profiles, slower, question.speeds)
+        if other is None or other.step_s >= most_s:
+            continue
+        other_s = simulations.step_of(other, most_s)
+        if other_s >= most_s:
+            break
+        plan, step_s, most_s = other, other_s, other_s
+    return plan, step_s
 
 
 def _faster_of(
-    fastest: tuple[Solution, float], rivals: Found | None, simulations: _Simulations, near_s: float
+    fastest: tuple[Solution, float], rivals: Found | None, simulations: _Simulations, below_s: float
 ) -> tuple[Solution, float]:
-    """Returns the fastest plan or, if it is faster, that of another search. `near_s`: see `_FAR`."""
+    """Returns the fastest plan or, if it is faster, that of another search.
+
+    `below_s`: if all of its plans take longer before their waits are looked at, they are left out.
+    """
     if rivals is None or rivals.best.step_s >= fastest[1]:
         return fastest
-    rival, rival_s = _fastest_of(rivals, simulations, near_s)
-    if rival_s <= (1 + _FAR) * near_s:
+    rival, rival_s = _fastest_of(rivals, simulations, below_s)
+    if rival_s <= below_s:
         rival, rival_s = _with_fewer_waits(rival, simulations)
     return (rival, rival_s) if rival_s < fastest[1] else fastest
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comparison:
+    """The fastest of the plans of a search, as far as they were simulated."""
+
+    simulations: _Simulations
+    below_s: float  # plans that take longer are of no use
+    fastest: Solution
+    plain: Solution  # the same one with as few gradients that may wait as by its bound
+    step_s: float = math.inf
+    with_less_room: list[Solution] = field(default_factory=list)  # plans that were simulated with more room
+
+    def may_gain(self, solution: Solution) -> bool:
+        """Returns whether a plan may be clearly faster by its bound."""
+        return solution.step_s < (1 - _WORTH) * self.step_s
+
+    def add(self, solution: Solution, plain: Solution) -> bool:
+        """Simulates a plan. Returns whether it is new, and takes as long as the fastest one."""
+        num_simulated = self.simulations.number
+        solution_s = self.simulations.step_of(solution, min(self.step_s, self.below_s))
+        is_new = self.simulations.number > num_simulated
+        is_alike = is_new and self.step_s < math.inf and abs(solution_s - self.step_s) <= _ALIKE * self.step_s
+        if solution_s < self.step_s:
+            self.fastest, self.plain, self.step_s = solution, plain, solution_s
+        return is_alike
+
+    def add_with_room(self, plain: Solution) -> bool:
+        """Simulates a plan with room for gradients that wait, if that costs little by its bound. Returns as `add`."""
+        question, profiles = self.simulations.question, self.simulations.profiles
+        below_s = min(self.step_s, (1 + _ROOM) * plain.step_s)
+        solution = with_more_passing(question, profiles, plain, below_s)
+        if solution is None:
+            return self.add(plain, plain)
+        self.with_less_room.append(plain)
+        return self.add(solution, plain)
+
+    def add_with_less_room(self) -> None:
+        """Simulates the fastest plan, and the one with the least bound, as they were without more room.
+
+        Where SSDs or optimizers are busy all the time, nothing is faster if more gradients wait for them. But room is
+        hardly what makes all plans far too slow.
+        """
+        if self.step_s > self.below_s:
+            return
+        least = sorted(self.with_less_room, key=lambda solution: solution.step_s)[:1]
+        for plain in (self.plain, *least):
+            if self.may_gain(plain):
+                self.add(plain, plain)
 
 
 def _fastest_of(found: Found, simulations: _Simulations, below_s: float = math.inf) -> tuple[Solution, float]:
     """Simulates the plans of a search. Returns the fastest one with its step time.
 
-    `below_s`: of the fastest plan that was simulated before.
+    `below_s`: plans that take longer are of no use.
     """
-    question, profiles = simulations.question, simulations.profiles
-    fastest, step_s, is_best_left = found.best, math.inf, True
-    plain_of_fastest, with_less_room = found.best, list[Solution]()
+    comparison = _Comparison(simulations=simulations, below_s=below_s, fastest=found.best, plain=found.best)
     # Fewer micro-batches are simulated in less time, and end the simulations of more of them early.
     left = deque(sorted((found.best, *found.others[:_NUM_OTHERS]), key=_num_microbatches))
+    is_best_left = True
     while left:
-        solution = left.popleft()
+        solution, excess = left.popleft(), 0.0
         if solution is found.best:
             is_best_left = False
-        if solution.step_s >= (1 - _WORTH) * step_s:
+        if not comparison.may_gain(solution):
             continue
         if solution is not found.best:
-            kind = solution.kind
-            solution, excess = counted(question, profiles, solution)
-            if excess > 0:
-                if is_best_left:  # whether it waits is not known yet
-                    left.append(solution)
-                    continue
-                if not waits(fastest.step_s, step_s):
-                    continue  # little is to be gained by a search for a plan of this kind that fits
-                fitting = solve_kind_exactly(question, replace(kind, limits=question.limits), profiles, below_s=step_s)
-                if fitting is None:
-                    continue
-                solution = fitting
-        plain = solution
-        below_room_s = min(step_s, (1 + _ROOM) * solution.step_s)
-        if (with_room := with_more_passing(question, profiles, solution, below_room_s)) is not None:
-            with_less_room.append(plain)
-            solution = with_room
-        num_simulated = simulations.number
-        solution_s = simulations.step_of(solution, min(step_s, (1 + _FAR) * below_s))
-        is_new = simulations.number > num_simulated
-        is_alike = is_new and step_s < math.inf and abs(solution_s - step_s) <= _ALIKE * step_s
-        if solution_s < step_s:
-            fastest, step_s, plain_of_fastest = solution, solution_s, plain
-        if is_alike and not is_best_left:
+            solution, excess = counted(simulations.question, simulations.profiles, solution)
+        if excess > 0 and is_best_left:  # whether it waits is not known yet
+            left.append(solution)
+            continue
+        fitting = solution if excess <= 0 else _fitting(solution, comparison)
+        if fitting is not None and comparison.add_with_room(fitting) and not is_best_left:
             break
-    # Where SSDs or optimizers are busy all the time, nothing is faster if more gradients wait for them.
-    for plain in (plain_of_fastest, *sorted(with_less_room, key=lambda each: each.step_s)[:1]):
-        if plain.step_s < (1 - _WORTH) * step_s:
-            plain_s = simulations.step_of(plain, min(step_s, (1 + _FAR) * below_s))
-            if plain_s < step_s:
-                fastest, step_s = plain, plain_s
-    return fastest, step_s
+    comparison.add_with_less_room()
+    return comparison.fastest, comparison.step_s
+
+
+def _fitting(solution: Solution, comparison: _Comparison) -> Solution | None:
+    """Returns the best plan of the same kind that fits, if it may be faster.
+
+    If the fastest plan hardly waits, little is to be gained by a search for it.
+    """
+    if not waits(comparison.fastest.step_s, comparison.step_s):
+        return None
+    question, profiles = comparison.simulations.question, comparison.simulations.profiles
+    kind = replace(solution.kind, limits=question.limits)
+    return solve_kind_exactly(question, kind, profiles, below_s=comparison.step_s)
 
 
 def _num_microbatches(solution: Solution) -> int:
@@ -297,4 +403,4 @@ def _search(question: PlanQuestion, profiles: Profiles, *, num_others: int = 0, 
         numbers = numbers_of_microbatches(question)
         return search_exactly(question, numbers, profiles, num_others=num_others, near=near)
     except DoesNotFitError:
-        return Found(best=need.solution(question.limits), others=[])
+        return Found(best=need.solution(question.limits))

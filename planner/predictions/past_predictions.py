@@ -16,6 +16,9 @@ from windlass.storage.files import lock, write_atomically
 _FILE = "predictions.jsonl"
 # Number of last predictions that count. A machine and its software change.
 _NUM_KEPT = 50
+# Of how steps are predicted. To be increased when steps of this machine are predicted otherwise by some percent: the
+# errors of predictions from before then say nothing about new ones.
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class PastPrediction:
     predicted_s: float
     measured_s: float  # mean of all steps
     num_steps: int
+    version: int = _VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +40,12 @@ class PastPredictions:
     folder: Path  # created with the first prediction
 
     def errors(self, times_from: TimesFrom) -> list[float]:
-        """Returns the measured over the predicted times of the last jobs whose times came from this source."""
-        return [each.measured_s / each.predicted_s for each in self._all() if each.times_from == times_from]
+        """Returns the measured over the predicted times of the last jobs whose times came from this source.
+
+        Predictions of another version are left out.
+        """
+        counted = [each for each in self._all() if each.times_from == times_from and each.version == _VERSION]
+        return [each.measured_s / each.predicted_s for each in counted]
 
     def add(self, prediction: PastPrediction) -> None:
         """Stores a prediction; again for the same job: in place of the one before. Does nothing if it cannot."""
@@ -68,7 +76,7 @@ class PastPredictions:
 def _read(line: str) -> PastPrediction | None:
     try:
         values: dict[str, Any] = json.loads(line)
-        prediction = PastPrediction(**values)
+        prediction = PastPrediction(**{"version": 0, **values})  # older releases wrote none
         is_valid = prediction.predicted_s > 0 and prediction.measured_s > 0
     except (ValueError, TypeError):
         return None

@@ -2,6 +2,7 @@
 
 from windlass.planner.profiling.block_times import BlockTimes as BlockTimes
 from windlass.planner.profiling.block_times import MeasuredBlocks as MeasuredBlocks
+from windlass.planner.profiling.block_times import measured_layers as measured_layers
 from windlass.planner.profiling.block_times import measuring_s as measuring_s
 from windlass.planner.profiling.block_times import with_times as with_times
 from windlass.planner.profiling.combined_ssds import bytes_per_s_together as bytes_per_s_together

@@ -9,6 +9,10 @@ from windlass.planner.cost import AgainTimes, BlockProfile, LayerProfile, ModelP
 # Relative standard error above which other work ran while blocks were measured.
 LARGEST_ERROR = 0.05
 
+# A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
+# this many bytes of activations together.
+_MIN_ACTIVATIONS_NBYTES = 128 << 20
+
 # Seconds after which no further round of a measurement begins if two agree, unless the caller gives others.
 MAX_S = 8.0
 # Of a pass: a longer one is measured twice with all kept; recomputation counts as a forward pass.
@@ -39,6 +43,16 @@ class MeasuredBlocks:
     times: dict[int, BlockTimes]
     standard_error: float  # of the sum over all blocks, relative; large if other work ran meanwhile
     others: float = 0.0  # share of the cores' time that other processes took; 0 on a GPU, which does not share them
+
+
+def num_measured_layers(layer: LayerProfile, count: int) -> int:
+    """Returns how many of so many equal layers are measured."""
+    return min(count, max(1, _MIN_ACTIVATIONS_NBYTES // (layer.saved_nbytes + 1)))
+
+
+def measured_layers(profile: ModelProfile) -> list[tuple[LayerProfile, int]]:
+    """Returns a layer of each kind, and how many of them are measured."""
+    return [(layer, num_measured_layers(layer, len(blocks))) for layer, blocks in profile.blocks_of_layers.items()]
 
 
 def measuring_s(pass_s: float) -> float:

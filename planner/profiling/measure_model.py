@@ -23,7 +23,14 @@ from windlass.engine.memory_plan import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.model import BlockRunner, GradBuffer, Partition, build_meta_model
 from windlass.engine.optimizer import portable_squared_norms, squared_norm
 from windlass.planner.cost import AgainTimes, LayerProfile, ModelProfile, TimesFacts, holding_ways
-from windlass.planner.profiling.block_times import LARGEST_ERROR, LONG_S, MAX_S, BlockTimes, MeasuredBlocks
+from windlass.planner.profiling.block_times import (
+    LARGEST_ERROR,
+    LONG_S,
+    MAX_S,
+    BlockTimes,
+    MeasuredBlocks,
+    num_measured_layers,
+)
 from windlass.planner.profiling.machine_pace import OtherWork
 from windlass.planner.profiling.profiled_facts import kinds_of_layers
 from windlass.storage.ids import BlockIndex, HeadSlices, Precision
@@ -35,9 +42,6 @@ _STANDARD_ERROR = 0.01  # relative error below which rounds end
 # Relative error that a single round is assumed to have: as much as an estimate by rates, and more than times may have
 # that are stored for good. A busy machine is slow, so it is the one on which only one round fits.
 _UNKNOWN_ERROR = 0.25
-# A job writes every layer's activations to memory that no cache holds. So as many equal layers are measured as have
-# this many bytes of activations together.
-_MIN_ACTIVATIONS_NBYTES = 128 << 20
 _NUM_NORMS = 3  # times that the norms of a gradient's chunks are computed; the fastest one counts
 _SPREAD = 0.02  # standard deviation of random params, as most models initialize them
 _KEEP_ALL = BlockActivations(recompute=False)
@@ -97,7 +101,7 @@ class BlockBench:
         choices: dict[BlockIndex, tuple[BlockActivations, ...]] = {}
         for kind in self._kinds:
             layer = profile.layers[kind[0] - 1]
-            measured = kind[: max(1, _MIN_ACTIVATIONS_NBYTES // (layer.saved_nbytes + 1))]
+            measured = kind[: num_measured_layers(layer, len(kind))]
             choices |= dict.fromkeys(measured, _choices_of(layer))
         self._choices = [dict(zip(choices, choice, strict=True)) for choice in zip(*choices.values(), strict=True)]
         self._device, self._dtype = device, TORCH_DTYPE[precision]

@@ -6,12 +6,11 @@ from windlass.planner.question.at_present import told_of_others as told_of_other
 from windlass.planner.question.at_present import told_of_pace as told_of_pace
 from windlass.planner.question.at_present import with_errors as with_errors
 from windlass.planner.question.choice_words import CHOICES_IN_WORDS as CHOICES_IN_WORDS
+from windlass.planner.question.choice_words import choices_in_words as choices_in_words
 from windlass.planner.question.exact_search import counted as counted
 from windlass.planner.question.exact_search import search_exactly as search_exactly
 from windlass.planner.question.exact_search import solve_counted as solve_counted
-from windlass.planner.question.exact_search import solve_exactly as solve_exactly
 from windlass.planner.question.exact_search import solve_kind_exactly as solve_kind_exactly
-from windlass.planner.question.job_plan import EQUAL_SHARE as EQUAL_SHARE
 from windlass.planner.question.job_plan import ChangedInputs as ChangedInputs
 from windlass.planner.question.job_plan import JobPlan as JobPlan
 from windlass.planner.question.job_plan import PlanBounds as PlanBounds
@@ -33,7 +32,6 @@ from windlass.planner.question.report import ExampleTokens as ExampleTokens
 from windlass.planner.question.report import PlanReport as PlanReport
 from windlass.planner.question.report import WhatIf as WhatIf
 from windlass.planner.question.report import choices_of as choices_of
-from windlass.planner.question.report import peak_limits_gib as peak_limits_gib
 from windlass.planner.question.report import report_of as report_of
 from windlass.planner.question.report import with_limits as with_limits
 from windlass.planner.question.times_of_blocks import TimesNeed as TimesNeed

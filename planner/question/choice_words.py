@@ -15,8 +15,8 @@ def _words(label: str, meaning: str) -> ChoiceWords:
     return ChoiceWords(label=label, meaning=meaning)
 
 
-# By the names of `report.choices_of`, without the lists for each block and layer. A block is the embedding, a layer or
-# the head. Its states are its params and the optimizer's states.
+# Of a job on a GPU, by the names of `report.choices_of`, without the lists for each block and layer. A block is the
+# embedding, a layer or the head. Its states are its params and the optimizer's states.
 CHOICES_IN_WORDS = {
     "gpus": _words("GPUs", "that the job computes on"),
     "num_microbatches": _words("micro-batches", "parts in which the batch of a step is computed"),
@@ -38,3 +38,14 @@ CHOICES_IN_WORDS = {
     "activations_on_host_gib": _words("activations in RAM, GiB", "swapped there from the GPU until the backward pass"),
     "activations_on_ssd_gib": _words("activations on SSDs, GiB", "swapped there from the GPU until the backward pass"),
 }
+
+
+def choices_in_words(*, is_cpu: bool) -> dict[str, ChoiceWords]:
+    """Returns the words for each choice of a plan. `is_cpu`: the device is the CPU, so no text says GPU."""
+    if not is_cpu:
+        return CHOICES_IN_WORDS
+    return {name: _words(*map(_of_device, (words.label, words.meaning))) for name, words in CHOICES_IN_WORDS.items()}
+
+
+def _of_device(text: str) -> str:
+    return text.replace("GPUs", "devices").replace("GPU", "device")

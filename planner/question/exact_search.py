@@ -48,15 +48,6 @@ _MOST_LEFT_OUT = 8
 _MAX_CORRECTIONS = 10
 
 
-def solve_exactly(question: PlanQuestion, num_microbatches: int, profiles: Profiles) -> Solution:
-    """Returns the best solution for a number of micro-batches, with exact device memory.
-
-    Raises:
-        DoesNotFitError: no plan fits.
-    """
-    return search_exactly(question, (num_microbatches,), profiles).best
-
-
 def search_exactly(
     question: PlanQuestion,
     numbers: Iterable[int],
@@ -97,7 +88,7 @@ def solve_kind_exactly(
 
 
 def solve_counted(question: PlanQuestion, job: PlannedJob, profiles: Profiles, *, below: float = math.inf) -> Solution:
-    """Returns a good solution with exact device memory, in a fraction of the time of `solve_exactly`.
+    """Returns a good solution with exact device memory, in a fraction of the time of `search_exactly`.
 
     The program alone says what is best. If that is too large by the exact count, all plans with the same buffers count
     as larger, and the search begins anew. So it may miss a better plan, or the only one: see decision 53.
@@ -196,11 +187,11 @@ class _Counter:
         def left_out_nbytes(costs: StepCosts) -> float:
             key = _buffers(costs)
             if key not in known:
-                plain = replace(costs, job=replace(costs.job, left_out_nbytes=job.left_out_nbytes))
+                plain = replace(costs, job=costs.job.leaving_out(job.left_out_nbytes))
                 known[key] = self.profiles.left_out_nbytes(self.question, plain)
             return known[key]
 
-        return replace(job, left_out_nbytes=left_out_nbytes)
+        return job.leaving_out(left_out_nbytes)
 
     def solved(self, costs: StepCosts, below: float) -> Solution | None:
         """Returns the best solution with these costs, with exact device memory. None: it costs no less than `below`.

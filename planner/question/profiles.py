@@ -20,7 +20,7 @@ from windlass.engine.memory_plan import (
 from windlass.engine.model import ModelLayout
 from windlass.engine.slices import num_slice_tokens
 from windlass.planner.cost import ModelProfile, for_lengths
-from windlass.planner.profiling import with_times
+from windlass.planner.profiling import measured_layers, with_times
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.times_of_blocks import Times, TimesNeed, TimesOfBlocks, num_measured
@@ -67,8 +67,11 @@ class Profiles:
         )
         self._known: dict[tuple[int, int], ModelProfile] = {}
         self._of_lengths: dict[tuple[int, ExampleLengths], ModelProfile] = {}
+        # By micro-batches: the last job, and what it was made from. Searches for a question share what they know of it.
+        self._jobs: dict[int, tuple[PlanQuestion, ModelProfile, PlannedJob]] = {}
         self._times = TimesOfBlocks()
         self._by_rates = False
+        self._lacking: tuple[TimesNeed, ...] = ()
         self._speedup = 1.0
 
     def unmeasured(self) -> "Profiles":
@@ -79,13 +82,23 @@ class Profiles:
         profiles._measures = False
         # Else profiles without times would be taken for measured ones.
         profiles._known, profiles._of_lengths = dict(self._known), dict(self._of_lengths)
+        profiles._jobs = dict(self._jobs)
         return profiles
 
-    def by_rates(self) -> "Profiles":
-        """Returns profiles whose times follow from the machine's rates, whatever times of blocks are known."""
+    def by_rates(self, lacking: Iterable[TimesNeed] = ()) -> "Profiles":
+        """Returns profiles whose times follow from the machine's rates, whatever times of blocks are known.
+
+        `lacking`: the times for want of which a plan goes by rates, if they are left unmeasured.
+        """
         profiles = copy.copy(self)
-        profiles._by_rates, profiles._known, profiles._of_lengths = True, {}, {}
+        profiles._by_rates, profiles._known, profiles._of_lengths, profiles._jobs = True, {}, {}, {}
+        profiles._lacking = tuple(lacking)
         return profiles
+
+    @property
+    def lacking(self) -> tuple[TimesNeed, ...]:
+        """See `by_rates`."""
+        return self._lacking
 
     @property
     def is_by_rates(self) -> bool:
@@ -110,13 +123,14 @@ class Profiles:
     def corrected(self, question: PlanQuestion) -> "Profiles":
         """Returns a copy with the times of the question's `correction`, which measures nothing more."""
         profiles = copy.copy(self.unmeasured())
-        profiles._question, profiles._known, profiles._of_lengths = question, {}, {}
+        profiles._question, profiles._known, profiles._of_lengths, profiles._jobs = question, {}, {}, {}
         return profiles
 
     def of_question(self, question: PlanQuestion, *, speedup: float = 1.0) -> "Profiles":
         """Returns a copy for another question about the same model. `speedup`: of a device, over the measured one."""
         profiles = copy.copy(self)
-        profiles._question, profiles._known, profiles._of_lengths, profiles._speedup = question, {}, {}, speedup
+        profiles._question, profiles._known, profiles._of_lengths, profiles._jobs = question, {}, {}, {}
+        profiles._speedup = speedup
         return profiles
 
     @property
@@ -204,8 +218,16 @@ class Profiles:
         return self.layout if own is None else self.layout.of_blocks(min(own), max(own) + 1)
 
     def job(self, question: PlanQuestion, num_microbatches: int) -> PlannedJob:
-        """Builds the solver's view of the job, with the given number of micro-batches."""
+        """Returns the solver's view of the job, with the given number of micro-batches."""
         profile = self._of_job(question, num_microbatches)
+        known = self._jobs.get(num_microbatches)
+        if known is not None and known[0] is question and known[1] is profile:
+            return known[2]
+        job = self._new_job(question, profile, num_microbatches)
+        self._jobs[num_microbatches] = question, profile, job
+        return job
+
+    def _new_job(self, question: PlanQuestion, profile: ModelProfile, num_microbatches: int) -> PlannedJob:
         if question.num_layers is not None:
             profile = profile.with_num_layers(question.num_layers)
         if self._speedup != 1:
@@ -267,10 +289,12 @@ class Profiles:
     def _need(self, num_examples: int, num_tokens: int) -> tuple[ModelProfile, TimesNeed]:
         """Returns the profile without times, and the need for its times."""
         question, profile = self._question, self._by_shapes(num_examples, num_tokens)
-        number = num_measured(question, profile)
-        measured = profile if number == num_examples else self._by_shapes(number, num_tokens)
         num_microbatches = -(-question.training.batch_size // num_examples)
-        return profile, TimesNeed(question=question, profile=measured, num_microbatches=num_microbatches)
+        number = num_measured(num_examples, _pass_s(question, profile))
+        measured = profile if number == num_examples else self._by_shapes(number, num_tokens)
+        pass_s = _pass_s(question, measured)
+        need = TimesNeed(question=question, profile=measured, num_microbatches=num_microbatches, pass_s=pass_s)
+        return profile, need
 
     def _times_for(self, need: TimesNeed) -> Times | None:
         """Returns measured or stored times. None: times must be computed from the machine's rates."""
@@ -280,6 +304,18 @@ class Profiles:
         if known is not None or not self._measures or not need.can_be_measured:
             return known
         return self._times.measured(need)
+
+
+def _pass_s(question: PlanQuestion, profile: ModelProfile) -> float:
+    """Returns the seconds of a measured pass by the machine's rates.
+
+    A layer is measured in four ways. Together they compute about two forward passes again.
+    """
+    job = planned_job(question, profile, question.training.num_microbatches)
+    costs = StepCosts(job=job, speeds=question.speeds, limits=question.limits, group_size=1, given_commit_every=1)
+    ends_s = sum(sum(costs.compute_s(block)) for block in (profile.embedding, profile.head))
+    layers_s = ((number, *costs.compute_s(layer)) for layer, number in measured_layers(profile))
+    return ends_s + sum(number * (1.5 * forward_s + backward_s) for number, forward_s, backward_s in layers_s)
 
 
 def _recomputing_all(costs: StepCosts) -> Placement:

@@ -13,6 +13,9 @@ from windlass.planner.solver import Limits, PlannedJob, Solution, others_nbytes
 
 _Any = TypeVar("_Any")
 
+# Share of a step: waits and work that cannot overlap are told from so much on.
+_LEAST_TOLD = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleTokens:
@@ -28,7 +31,9 @@ class ExampleTokens:
 class WhatIf:
     """The plan of a job that has one thing changed. Without a plan, the numbers are None."""
 
-    key: str  # the kind of change: ssds, ram, gpus, card, box or batch
+    # The kind of change. Of the machine: ssds, ram, card, gpus, box. Of the job: batch, clip, split_states,
+    # bf16_states.
+    key: str
     change: str  # in words
     feasible: bool
     step_s: float | None
@@ -58,6 +63,8 @@ class PlanReport:
     busy_s: dict[str, float] | None = None  # by resource, per step
     peak_gib: dict[str, float] | None = None  # by tier, with the memory of processes, the driver and its allocator
     engine_gib: dict[str, float] | None = None  # by tier, allocated by the job itself, as can be measured
+    # By tier, for `peak_gib`: the machine's memory, or the job's budget with what processes and the driver take.
+    peak_limit_gib: dict[str, float] | None = None
     limit_gib: dict[str, float] | None = None  # by tier, for `engine_gib`: what the machine and the job's budgets allow
     missing_bytes: dict[str, int] | None = None  # by tier, if nothing fits: by which its limit must grow
     missing_together: bool | None = None  # all of `missing_bytes` are needed; False: one of them is enough
@@ -88,9 +95,14 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     nbytes = solution.nbytes
     taken = nbytes if is_cpu else nbytes | {MemoryTier.DEVICE: reserved_nbytes(int(nbytes[MemoryTier.DEVICE]))}
     others = others_nbytes(job.num_ranks, is_cpu=is_cpu)
+    devices = "devices" if is_cpu else "GPUs"
     return PlanReport(
         feasible=True,
-        reasons=(_bound_in_words(solution, step_s), *_idle_in_words(solution.plan), *_unequal_lanes_in_words(job)),
+        reasons=(
+            _bound_in_words(solution, step_s),
+            *_idle_in_words(solution.plan, devices),
+            *_unequal_lanes_in_words(job, devices),
+        ),
         step_s=step_s,
         bound_s=bound_s,
         tokens_per_s=num_tokens / step_s,
@@ -104,20 +116,14 @@ def report_of(job: PlannedJob, solution: Solution, *, is_cpu: bool, step_s: floa
     )
 
 
-def with_limits(report: PlanReport, limits: Limits) -> PlanReport:
-    """Returns the report with the job's memory limits."""
-    return replace(report, limit_gib={tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()})
-
-
-def peak_limits_gib(report: PlanReport, *, is_cpu: bool) -> dict[str, float]:
-    """Returns the most that `peak_gib` of a plan that fits may be, by tier, in GiB.
-
-    That is the machine's memory, or the job's budget with what its processes and the GPU's driver take beside it.
-    """
-    assert report.limit_gib is not None, "it is a new plan"
-    assert report.choices is not None, "it fits"
+def with_limits(report: PlanReport, limits: Limits, *, is_cpu: bool) -> PlanReport:
+    """Returns the report with the job's memory limits; if the job fits, also with those of the peaks."""
+    limit_gib = {tier.value: nbytes / GIB for tier, nbytes in limits.by_tier.items()}
+    if report.choices is None:
+        return replace(report, limit_gib=limit_gib)
     others = others_nbytes(report.choices["gpus"], is_cpu=is_cpu)
-    return {tier.value: report.limit_gib[tier.value] + nbytes / GIB for tier, nbytes in others.items()}
+    peak_limit_gib = {tier.value: limit_gib[tier.value] + nbytes / GIB for tier, nbytes in others.items()}
+    return replace(report, limit_gib=limit_gib, peak_limit_gib=peak_limit_gib)
 
 
 def with_interval(report: PlanReport, interval: StepInterval) -> PlanReport:
@@ -231,7 +237,7 @@ _IN_WORDS = {
 }
 
 
-def _idle_in_words(plan: Plan) -> list[str]:
+def _idle_in_words(plan: Plan, devices: str) -> list[str]:
     """Says which GPUs have no group of micro-batches in the last round, or in none."""
     num_ranks, num_groups = plan.num_ranks, plan.num_groups
     num_rounds = -(-num_groups // num_ranks)
@@ -240,17 +246,27 @@ def _idle_in_words(plan: Plan) -> list[str]:
         return []
     groups = f"{num_groups} groups of micro-batches"
     if num_rounds == 1:
-        return [f"{num_idle} of {num_ranks} GPUs compute nothing: a step has only {groups}"]
-    return [f"{num_idle} of {num_ranks} GPUs wait in the last of {num_rounds} rounds: a step has {groups}"]
+        return [f"{num_idle} of {num_ranks} {devices} compute nothing: a step has only {groups}"]
+    return [f"{num_idle} of {num_ranks} {devices} wait in the last of {num_rounds} rounds: a step has {groups}"]
 
 
 def _bound_in_words(solution: Solution, step_s: float) -> str:
-    busiest = solution.bottleneck
-    busy_s = solution.busy_s[busiest]
-    return f"a step is bound by {_IN_WORDS[busiest]}: {number_text(busy_s)} s, {busy_s / step_s:.0%} of the step"
+    """Names the busiest resource. If it is idle for much of the step, also tells what the step takes beside it."""
+    busy_s = solution.busy_s
+    first, second = sorted(busy_s, key=busy_s.__getitem__, reverse=True)[:2]
+    share = f"{busy_s[first] / step_s:.0%} of the step"
+    told = f"a step is bound by {_IN_WORDS[first]}: {number_text(busy_s[first])} s, {share}"
+    rest = {
+        "goes to other work that cannot overlap with that": solution.step_s - busy_s[first],
+        "passes in waits": step_s - solution.step_s,
+    }
+    shares = [f"{seconds / step_s:.0%} {what}" for what, seconds in rest.items() if seconds > _LEAST_TOLD * step_s]
+    if not shares:
+        return told
+    return f"{told}; {', '.join(shares)}; second is {_IN_WORDS[second]}, {busy_s[second] / step_s:.0%}"
 
 
-def _unequal_lanes_in_words(job: PlannedJob) -> Iterator[str]:
+def _unequal_lanes_in_words(job: PlannedJob, devices: str) -> Iterator[str]:
     """Tells if lanes have unequal numbers of micro-batches, and with which number they would be equal."""
     num_lanes = job.lanes.num_lanes
     sizes = sorted({len(job.lanes.microbatches(lane)) for lane in range(num_lanes)})
@@ -258,6 +274,6 @@ def _unequal_lanes_in_words(job: PlannedJob) -> Iterator[str]:
         more = sizes[-1] * num_lanes
         equal = more if more <= job.training.batch_size else sizes[0] * num_lanes
         yield (
-            f"the {num_lanes} lanes have {sizes[0]} or {sizes[-1]} micro-batches, so GPUs that share them would not "
-            f"end together; with num_microbatches {equal} they are equal"
+            f"the {num_lanes} lanes have {sizes[0]} or {sizes[-1]} micro-batches, so {devices} that share them would "
+            f"not end together; with num_microbatches {equal} they are equal"
         )

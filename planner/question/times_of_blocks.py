@@ -6,12 +6,15 @@ from functools import cached_property
 from typing import Any
 
 from windlass.planner.cost import ModelProfile
-from windlass.planner.profiling import BlockTimes, MeasuredBlocks, measuring_s
+from windlass.planner.profiling import BlockTimes, MeasuredBlocks, measured_layers, measuring_s
 from windlass.planner.question.question import PlanQuestion
 
 # Seconds of a pass, by the machine's rates, above which a micro-batch is measured with fewer examples. So long a pass
 # keeps all cores busy, so a larger one takes longer in proportion.
 _LONG_ENOUGH_S = 2.0
+# Random params, with room for gradients, that a measurement makes per second, by one thread: all of a block before
+# each of its passes. 145 to 170 million on an AMD EPYC (2026-11-28, bf16).
+_MADE_PER_S = 150e6
 
 Times = dict[int, BlockTimes]
 
@@ -23,6 +26,7 @@ class TimesNeed:
     question: PlanQuestion
     profile: ModelProfile  # of the shape that is measured
     num_microbatches: int  # of a step
+    pass_s: float  # about the seconds of a forward and a backward pass of what is measured, by the machine's rates
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -65,8 +69,10 @@ class TimesNeed:
 
     @property
     def measuring_s(self) -> float:
-        """About the seconds that the measurement takes, by the machine's rates."""
-        return measuring_s(_pass_s(self.question, self.profile))
+        """About the seconds that the measurement takes, by the machine's rates, with the making of random params."""
+        made = 2 * sum(layer.numel * number for layer, number in measured_layers(self.profile))
+        made += 2 * self.profile.embedding.numel + self.profile.head.numel
+        return measuring_s(self.pass_s + made / _MADE_PER_S)
 
     def measure(self) -> MeasuredBlocks:
         """Measures block times as a job's GPU worker would compute them."""
@@ -128,17 +134,12 @@ class TimesOfBlocks:
         return times
 
 
-def num_measured(question: PlanQuestion, profile: ModelProfile) -> int:
-    """Returns the number of examples to measure, whose pass takes about `_LONG_ENOUGH_S` at most."""
-    share = _LONG_ENOUGH_S / _pass_s(question, profile)
-    return max(1, min(profile.num_examples, int(profile.num_examples * share)))
+def num_measured(num_examples: int, pass_s: float) -> int:
+    """Returns how many of a micro-batch's examples are measured: their pass takes about `_LONG_ENOUGH_S` at most.
 
-
-def _pass_s(question: PlanQuestion, profile: ModelProfile) -> float:
-    """Returns the seconds of a measured pass by the machine's rates: one layer of each kind, and the head."""
-    different = {id(layer): layer for layer in profile.layers}.values()  # equal ones are one object
-    num_flops = 3 * (profile.head.num_flops + sum(layer.num_flops for layer in different))
-    return num_flops / question.speeds.device_flops
+    `pass_s`: that of all.
+    """
+    return max(1, min(num_examples, int(num_examples * _LONG_ENOUGH_S / pass_s)))
 
 
 def different_needs(needs: Iterable[TimesNeed]) -> list[TimesNeed]:

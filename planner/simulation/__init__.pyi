@@ -17,6 +17,7 @@ from windlass.planner.simulation.network import SimulatedNetwork as SimulatedNet
 from windlass.planner.simulation.planned_job import SimulatedSteps as SimulatedSteps
 from windlass.planner.simulation.planned_job import box_of_plan as box_of_plan
 from windlass.planner.simulation.planned_job import in_fewer_chunks as in_fewer_chunks
+from windlass.planner.simulation.planned_job import may_merge_ssds as may_merge_ssds
 from windlass.planner.simulation.planned_job import simulate_boxes as simulate_boxes
 from windlass.planner.simulation.planned_job import simulate_planned as simulate_planned
 from windlass.planner.simulation.planned_job import simulated_step_s as simulated_step_s

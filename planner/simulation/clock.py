@@ -136,12 +136,12 @@ class _Process(Future):
         """Runs the process until it must wait."""
         try:
             cause = self._next()
-            while isinstance(cause, Future):
-                if not cause.is_done:
-                    cause.then(self.resume)
-                    return
+            while isinstance(cause, Future) and cause.is_done:
                 cause = self._next()
         except StopIteration:
             self.set_done()
+            return
+        if isinstance(cause, Future):
+            cause.then(self.resume)
         else:
             self._clock.after(cause, self.resume)

@@ -231,7 +231,7 @@ class SimulatedJob:
     def _use_cores(self, box: int, duration_s: float) -> None:
         """Occupies the cores that the link shares with compute, if they share any."""
         if self._worlds[box].rates.num_cores is not None:
-            self._world.clock.process(self._worlds[box].spend(duration_s))
+            self._world.clock.soon(functools.partial(self._worlds[box].spend, duration_s))
 
     def _deliver(self, to: ActorName, message: Message) -> None:
         clock = self._world.clock
@@ -258,7 +258,9 @@ class SimulatedJob:
     def stuck(self) -> Stuck:
         """Returns the error of a job that does not go on."""
         pipeline = self._pipeline
-        waits = ", ".join(f"{wait}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5))
+        waits = "; ".join(
+            f"{wait.what} by {wait.actor}" for wait in itertools.islice(pipeline.waits.outstanding.values(), 5)
+        )
         return Stuck(f"the simulated job ends at step {pipeline.committed} and waits for: {waits or 'nothing'}")
 
     def _commit(self, message: CommitStore, ssd: ActorName) -> Process:

@@ -91,6 +91,7 @@ class SimulatedMachine(Log):
         in_memory = None if self._memory is None else self._in_memory
         ssds = [context.ssd_server(index) for index in range(len(context.ssds))]
         self._ssds = [Ssd(self, name, ssd_cpu_s, in_memory) for name in ssds]
+        self._piece_nbytes = [ssd.io.piece_nbytes for ssd in context.ssds]
         # Chunks with uncommitted data on an SSD. It takes space of its own until the commit.
         self._uncommitted: dict[ActorName, set[ChunkKey]] = {name: set() for name in ssds}
         # The SSDs always hold one committed generation.
@@ -176,7 +177,7 @@ class SimulatedMachine(Log):
     ) -> Future:
         """Writes to an SSD or reads from it, as `kind` says. Returns the event of the transfer's end."""
         rate = (self.rates.ssd_read_bytes if kind in _READS else self.rates.ssd_write_bytes)[ssd]
-        num_pieces = max(1, -(-nbytes // self.context.ssds[ssd].io.piece_nbytes))
+        num_pieces = max(1, -(-nbytes // self._piece_nbytes[ssd]))
         return self._ssds[ssd].move(nbytes / rate, num_pieces, priority, kind, step, block, chunk, nbytes)
 
     def chunk_move(self, key: ChunkKey, nbytes: int, kind: SpanKind, step: int, priority: tuple[int, int]) -> Future:

@@ -137,6 +137,7 @@ def _shape_of(boxes: Sequence[SimulatedBox]) -> SchedulerConfig:
 
 
 def _one_box(solution: Solution, layout: ModelLayout, num_cores: int, *, merges_ssds: bool) -> SimulatedBox:
+    merges_ssds = merges_ssds and may_merge_ssds(layout, [solution])
     layout = in_fewer_chunks(layout, [solution], merges_ssds=merges_ssds)
     return box_of_plan(solution, layout, num_cores=num_cores, merges_ssds=merges_ssds)
 
@@ -259,12 +260,27 @@ def _busy_share(solution: Solution) -> float:
 
     With few slots for states, some have nothing to do while the chunks in the slots are on others. Params and
     activations have slots of their own. The numbers are those of simulations with all SSDs and chunks of the real size
-    (decision 62).
+    (decision 62). The slot of the chunk that is updated counts half, because most of the time none is.
     """
-    seconds, num_slots = solution.seconds, _num_slots(solution) / solution.costs.speeds.num_ssds
-    of_states = min(1.0, num_slots) * (1 - _IDLE_WITH_ONE_SLOT * math.pow(max(1.0, num_slots), -_FEWER_IDLE))
+    seconds, num_ssds, num_slots = solution.seconds, solution.costs.speeds.num_ssds, _num_slots(solution)
+    idle = _IDLE_WITH_ONE_SLOT * math.pow(max(1.0, num_slots / num_ssds), -_FEWER_IDLE)
+    of_states = min(1.0, (num_slots + 0.5) / num_ssds) * (1 - idle)
     update_s, passes_s = seconds[Part.SSD_UPDATE], seconds[Part.SSD_FORWARD] + seconds[Part.SSD_BACKWARD]
     return (update_s + passes_s) / (update_s / of_states + passes_s) if update_s else 1.0
+
+
+def may_merge_ssds(layout: ModelLayout, plans: Sequence[Solution]) -> bool:
+    """Returns whether a job with the SSDs of each box merged into one is simulated well, and in less time.
+
+    Its SSDs need a slot for states each, else they wait for each other. With as many chunks it takes as long, and a
+    block may have fewer chunks than there are SSDs. But where chunks must be enlarged much, SSDs that are not merged
+    would have none in their slots.
+    """
+    apart, merged = (_enlargement(layout, plans, merges_ssds=merges) for merges in (False, True))
+    least = _least_enlargement(layout)
+    if least > max(1.0, apart):
+        return True
+    return merged > max(1.0, apart) and all(_num_slots(plan) >= plan.costs.speeds.num_ssds for plan in plans)
 
 
 def in_fewer_chunks(layout: ModelLayout, plans: Sequence[Solution], *, merges_ssds: bool) -> ModelLayout:
@@ -272,17 +288,30 @@ def in_fewer_chunks(layout: ModelLayout, plans: Sequence[Solution], *, merges_ss
 
     A typical block has a whole number of them, so that the SSDs share it evenly.
     """
-    numels = sorted(block.numel for block in layout.blocks)
-    typical, total = numels[len(numels) // 2], sum(numels)
-    num_chunks = -(-typical // layout.chunk_numel)
-    factor = num_chunks / _CHUNKS_OF_BLOCK
+    factor = max(1.0, _enlargement(layout, plans, merges_ssds=merges_ssds), _least_enlargement(layout))
+    typical = _typical_numel(layout)
+    number = max(1, round(-(-typical // layout.chunk_numel) / factor))
+    granules = -(-typical // (number * CHUNK_GRANULE))
+    return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
+
+
+def _enlargement(layout: ModelLayout, plans: Sequence[Solution], *, merges_ssds: bool) -> float:
+    """Returns the factor by which chunks may be larger: blocks and slots then still have enough."""
+    factor = -(-_typical_numel(layout) // layout.chunk_numel) / _CHUNKS_OF_BLOCK
     for plan in plans:
         num_ssds = 1 if merges_ssds else plan.costs.speeds.num_ssds
         factor = min(factor, _num_slots(plan) / (_SLOTS_OF_SSD * num_ssds))
-    factor = max(factor, total / (_MAX_CHUNKS * layout.chunk_numel))
-    number = max(1, round(num_chunks / max(1.0, factor)))
-    granules = -(-typical // (number * CHUNK_GRANULE))
-    return replace(layout, chunk_numel=max(layout.chunk_numel, granules * CHUNK_GRANULE))
+    return factor
+
+
+def _least_enlargement(layout: ModelLayout) -> float:
+    """Returns the factor by which chunks must be larger, else there are too many."""
+    return sum(block.numel for block in layout.blocks) / (_MAX_CHUNKS * layout.chunk_numel)
+
+
+def _typical_numel(layout: ModelLayout) -> int:
+    numels = sorted(block.numel for block in layout.blocks)
+    return numels[len(numels) // 2]
 
 
 def _in_larger_chunks(solution: Solution, layout: ModelLayout) -> Placement:

@@ -94,13 +94,11 @@ class Log:
         """True if the resources share cores."""
         return self._cores is not None
 
-    def spend(self, duration_s: float) -> Process:
-        """Waits for `duration_s` of work on all cores, and longer if they are shared."""
-        if self._cores is None:
-            if duration_s:
-                yield duration_s
-        else:
-            yield from self._cores.work(duration_s, self._cores.num_cores)
+    def spend(self, duration_s: float) -> Iterable[Future | float]:
+        """Begins `duration_s` of work on all cores. Returns what to wait for, which takes longer if they are shared."""
+        if self._cores is not None:
+            return self._cores.work(duration_s, self._cores.num_cores)
+        return (duration_s,) if duration_s else ()
 
     def note(
         self, resource: str, kind: SpanKind, step: int, block: int, chunk: int, start_s: float, nbytes: int = 0
@@ -274,7 +272,7 @@ class Ssd:
         if moving.start_s is None:
             moving.start_s = self._since_s
             if moving.cpu_s:
-                self._clock.process(self._log.spend(moving.cpu_s))
+                self._clock.soon(functools.partial(self._log.spend, moving.cpu_s))
             if self._in_memory is not None and moving.left_s:
                 (moving.in_memory,) = self._in_memory(moving.left_s, moving.nbytes / moving.left_s)
         self._end_after(moving.left_s, is_whole=True)

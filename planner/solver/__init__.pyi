@@ -1,6 +1,7 @@
 """The integer programs that choose where states are resident and what is recomputed."""
 
 from windlass.planner.solver.bisection import DEFAULT_SLACK as DEFAULT_SLACK
+from windlass.planner.solver.bisection import GOALS_WITH_SLACK as GOALS_WITH_SLACK
 from windlass.planner.solver.bisection import Goal as Goal
 from windlass.planner.solver.bisection import largest as largest
 from windlass.planner.solver.bisection import smallest as smallest

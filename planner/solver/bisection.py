@@ -22,6 +22,9 @@ class Goal(StrEnum):
         return _UNITS[self]
 
 
+# Searches for the least part of a machine with which a step takes little longer.
+GOALS_WITH_SLACK = (Goal.FEWEST_SSDS, Goal.SMALLEST_RAM)
+
 _UNITS = {
     Goal.LARGEST_BATCH: "examples",
     Goal.LONGEST_CONTEXT: "tokens",

@@ -1,5 +1,6 @@
 """The bytes of the device's buffers and of its largest operation."""
 
+from collections import Counter
 from dataclasses import replace
 
 from windlass.engine.memory_plan import (
@@ -11,7 +12,7 @@ from windlass.engine.memory_plan import (
     param_buffer_numels,
     param_buffers,
 )
-from windlass.planner.solver.plan_choices import PlanChoices
+from windlass.planner.solver.plan_choices import PlanChoices, known_or_new
 
 
 def always_on_device(plan: PlanChoices) -> float:
@@ -35,8 +36,7 @@ def _buffers_nbytes(plan: PlanChoices, *, piece: int) -> float:
     job, model = plan.job, plan.job.model
     numels = [block.numel for block in model.blocks]
     resident = plan.streamed_blocks  # streamed layers have no buffers of their own
-    of_params = param_buffer_numels(numels, ends_share=plan.ends_share_params)
-    params = param_buffers(of_params, model.shared, resident=resident, num_ahead=job.num_prefetched)
+    params = known_or_new(job.known, ("params", resident, plan.ends_share_params), lambda: _params(plan, numels))
     num_waiting = plan.num_grad_buffers + (1 if plan.num_groups > 1 else 0)
     elsewhere = {*resident, *plan.overlaid_blocks} if plan.is_in_pieces else ()
     whole = {block: numel for block, numel in enumerate(numels) if block not in elsewhere}
@@ -46,6 +46,14 @@ def _buffers_nbytes(plan: PlanChoices, *, piece: int) -> float:
     grad_numel = sum(numel * count for numel, count in grads.items())
     overlay = _overlay_nbytes(plan, piece) if plan.is_in_pieces else 0
     return param_numel * job.param_itemsize + grad_numel * job.grad_itemsize + overlay
+
+
+def _params(plan: PlanChoices, numels: list[int]) -> Counter[int]:
+    """Counts the buffers for params by number of elements, without those for pieces."""
+    of_params = param_buffer_numels(numels, ends_share=plan.ends_share_params)
+    return param_buffers(
+        of_params, plan.job.model.shared, resident=plan.streamed_blocks, num_ahead=plan.job.num_prefetched
+    )
 
 
 def _overlay_nbytes(plan: PlanChoices, piece: int) -> int:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from windlass.engine.memory_plan import MemoryTier, UpdateOrder
+from windlass.engine.memory_plan import MemoryTier
 from windlass.planner.cost import Speeds
 from windlass.planner.solver.family import bases_at_the_border, bases_of, cut_bases_of, kinds_of, smallest_of
 from windlass.planner.solver.planned_job import Limits, PlannedJob
@@ -99,16 +99,20 @@ def _without(bound: Bound, parts: Collection[Part]) -> Bound:
     return replace(bound, weights=weights, constant_s=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """The best plan by the cost model, and others that are nearly as good and differ from it."""
 
     best: Solution
-    others: list[Solution]  # best first, and then those that differ in the depth of queues; not counted exactly
-    # Returns the same for one order of updates, and for plans whose kept gradients go to the SSDs or do not (None: all
-    # plans). It goes on with what is known from this search. None: no such plan fits, or each takes longer than the
-    # given seconds.
-    of_kind: "Callable[[UpdateOrder, bool | None, float], Found | None]" = lambda order, spills, below_s: None
+    find_others: Callable[[], list[Solution]] = list  # takes time, and the best plan is of use before
+    # Returns the same for the wanted kinds of plans. It goes on with what is known from this search. None: no such plan
+    # fits, or each takes longer than the given seconds.
+    of_kind: "Callable[[Callable[[StepCosts], bool], float], Found | None]" = lambda is_wanted, below_s: None
+
+    @functools.cached_property
+    def others(self) -> list[Solution]:
+        """The others, best first, and then those that differ in the depth of queues. They are not counted exactly."""
+        return self.find_others()
 
 
 def search(
@@ -188,23 +192,19 @@ class _Search:
         """Returns the best plan, and others that are nearly as good; see `search`."""
         best = self._best
         assert best is not None, "a search without a plan raises an error"
-        others = self._others_near(best, near, num_others)
 
-        def of_kind(order: UpdateOrder, spills: bool | None, below_s: float) -> Found | None:
-            narrowed = self._narrowed(order, spills, most_cost_of_any(best.costs.job.cut, below_s))
+        def of_kind(is_wanted: Callable[[StepCosts], bool], below_s: float) -> Found | None:
+            narrowed = self._narrowed(is_wanted, most_cost_of_any(best.costs.job.cut, below_s))
             return None if narrowed._best is None else narrowed.found(num_others, near)
 
-        return Found(best=best, others=others, of_kind=of_kind)
+        return Found(best=best, find_others=lambda: self._others_near(best, near, num_others), of_kind=of_kind)
 
-    def _narrowed(self, order: UpdateOrder, spills: bool | None, below: float) -> "_Search":
-        """Returns this search for one kind of plans only, continued to its end; see `Found.of_kind`."""
-
-        def is_wanted(costs: StepCosts) -> bool:
-            return costs.job.update_order is order and spills in (None, costs.spills)
-
+    def _narrowed(self, is_wanted: Callable[[StepCosts], bool], below: float) -> "_Search":
+        """Returns this search for some kinds of plans only, continued to its end; see `Found.of_kind`."""
         narrowed = _Search(self._speeds, self._limits, self._solve_kind, below, self._worth, is_exact=self._is_exact)
         narrowed._numbers, narrowed._prices = self._numbers, self._prices
-        narrowed._entries = [entry for entry in (*self._entries, *self._excluded) if is_wanted(entry.costs)]
+        # Copies, because a search notes in them what it has made of them.
+        narrowed._entries = [replace(entry) for entry in (*self._entries, *self._excluded) if is_wanted(entry.costs)]
         heapq.heapify(narrowed._entries)
         known = [solution for solution in (self._best, *self._others) if solution is not None]
         for solution in known:

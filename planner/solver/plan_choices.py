@@ -168,7 +168,7 @@ class PlanChoices:
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
         """The blocks that are copied in pieces."""
-        return (*self.streamed_layers, *self.streamed_ends)
+        return self._once_known("streamed blocks", lambda: (*self.streamed_layers, *self.streamed_ends))
 
     @property
     def streamed_ends(self) -> tuple[int, ...]:
@@ -179,6 +179,9 @@ class PlanChoices:
     @property
     def tied_in_pieces(self) -> tuple[int, ...]:
         """See `Plan.tied_in_pieces`."""
+        return self._once_known("tied in pieces", self._tied_in_pieces)
+
+    def _tied_in_pieces(self) -> tuple[int, ...]:
         streamed = self.streamed_ends if self.streams_grads else ()
         return tuple(block for block in streamed if block in self.job.model.shared_blocks)
 

@@ -55,7 +55,8 @@ class PlannedJob:
             return (self,)
         orders = dict.fromkeys((self.update_order, UpdateOrder.KEPT))
         return tuple(
-            replace(self, training=replace(self.training, update_order=order), chooses_order=False) for order in orders
+            self._changed(order, training=replace(self.training, update_order=order), chooses_order=False)
+            for order in orders
         )
 
     @property
@@ -67,14 +68,26 @@ class PlannedJob:
     def by_cut(self) -> "tuple[PlannedJob, ...]":
         """The job with each of `cuts`, the largest first."""
         return tuple(
-            replace(
-                self,
+            self._changed(
+                cut,
                 model=self.with_cut(self.model, cut),
                 training=replace(self.training, cut_matrices=cut),
                 cuts=(),
             )
             for cut in self.cuts
         )
+
+    def leaving_out(self, left_out_nbytes: Callable[..., float]) -> "PlannedJob":
+        """Returns the job whose plans need such bytes of device memory. All that is known of it holds, too."""
+        changed = replace(self, left_out_nbytes=left_out_nbytes)
+        changed.__dict__["known"] = self.known
+        return changed
+
+    def _changed(self, choice: object, **changes: Any) -> "PlannedJob":
+        """Returns the job with one of its choices made. What is known of it is a part of what is known of this job."""
+        changed = replace(self, **changes)
+        changed.__dict__["known"] = self.known.setdefault(choice, {})
+        return changed
 
     @cached_property
     def known(self) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ import sys
 import typer
 
 from windlass.service.cli import plan as cli_plan
-from windlass.service.cli.errors import reported
+from windlass.service.cli.errors import PlainGroup, reported
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
     os.umask(0o077)  # only the owner may read models, data and keys
     app = typer.Typer(
         name="windlass",
+        cls=PlainGroup,
         help="Fine-tune models far larger than the GPU, on boxes you own.",
         no_args_is_help=True,
         add_completion=False,

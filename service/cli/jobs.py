@@ -27,7 +27,7 @@ from windlass.service.cli.arguments import (
     gpus_in_words,
     gpus_option,
 )
-from windlass.service.cli.errors import CommandError
+from windlass.service.cli.errors import CommandError, OptionError
 from windlass.service.cli.follow import await_checks, follow_job, format_event
 from windlass.service.cli.service import Home
 from windlass.service.cli.step_timeline import boxes_in_words, print_trace
@@ -109,18 +109,18 @@ def submit(
 
 
 def _parse_boxes(text: str | None, *, least: int = 2) -> int | list[str] | None:
-    """Returns a number of boxes, or their names. Raises CommandError if it is neither."""
+    """Returns a number of boxes, or their names. Raises OptionError if it is neither."""
     if text is None:
         return None
     if text.isdecimal():
         return int(text)
     if _NUMBER.fullmatch(text):
-        raise CommandError(f"--boxes: {text} is no number of boxes; give {least} or more, or names such as head,attic")
+        raise OptionError(f"--boxes: {text} is no number of boxes; give {least} or more, or names such as head,attic")
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise CommandError(f"--boxes: a name is empty in {text!r}; give names such as head,attic")
+        raise OptionError(f"--boxes: a name is empty in {text!r}; give names such as head,attic")
     if len(names) < least:
-        raise CommandError(f"--boxes: {text} is one box; name all, such as head,{text}, or give --box {text}")
+        raise OptionError(f"--boxes: {text} is one box; name all, such as head,{text}, or give --box {text}")
     return names
 
 
@@ -454,7 +454,7 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key:
-            raise CommandError(f"--set takes key=value, got {pair!r}")
+            raise OptionError(f"--set takes key=value, got {pair!r}")
         try:
             value = json.loads(text)
         except ValueError:
@@ -464,7 +464,7 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
         for group in groups:
             place = place.setdefault(group, {})
             if not isinstance(place, dict):
-                raise CommandError(f"--set {pair}: {group} has been set to {place!r}")
+                raise OptionError(f"--set {pair}: {group} has been set to {place!r}")
         place[name] = value
     return found
 

@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from windlass.service.auth import KeyLimits, migrate_database, record_command
-from windlass.service.cli.errors import CommandError
+from windlass.service.cli.errors import CommandError, OptionError
 from windlass.service.cli.service import Home
 from windlass.service.cli.table import print_columns
 from windlass.service.installation import Settings, keep_local_key, kept_key, load_settings
@@ -59,9 +59,9 @@ def create(
     user = name if user is None else user
     for option, value in (("--name", name), ("--user", user)):
         if not _NAME.fullmatch(value) or value != value.strip():
-            raise CommandError(f"{option} takes 1 to 64 letters, digits, spaces and . _ @ + -, got {value!r}")
+            raise OptionError(f"{option} takes 1 to 64 letters, digits, spaces and . _ @ + -, got {value!r}")
     if role not in list(Role):
-        raise CommandError(f"--role is {' or '.join(Role)}, got {role!r}")
+        raise OptionError(f"--role is {' or '.join(Role)}, got {role!r}")
     expires_at = None if expires is None else time.time() + _seconds(expires)
     limits = _limits(
         most_urgent_priority=most_urgent_priority,
@@ -191,7 +191,7 @@ def _limits(**given: int | float | None) -> dict[str, Any]:
     except ValidationError as error:
         detail = error.errors()[0]
         option = str(detail["loc"][0]).replace("_", "-")
-        raise CommandError(f"--{option}: {plain_reason(detail)}, got {detail['input']!r}") from None
+        raise OptionError(f"--{option}: {plain_reason(detail)}, got {detail['input']!r}") from None
 
 
 def _told_limits(limits: dict[str, Any] | None) -> str:
@@ -209,7 +209,7 @@ def _has_working_key(settings: Settings, database: Database) -> bool:
 def _seconds(expires: str) -> int:
     match = _EXPIRY.fullmatch(expires)
     if match is None:
-        raise CommandError(f"--expires takes a number with h, d, w or y, such as 90d, got {expires!r}")
+        raise OptionError(f"--expires takes a number with h, d, w or y, such as 90d, got {expires!r}")
     return int(match[1]) * _UNITS_S[match[2]]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from windlass.service.cli.boxes import unit_of
-from windlass.service.cli.errors import CommandError
+from windlass.service.cli.errors import CommandError, OptionError
 from windlass.service.cli.table import print_columns
 from windlass.service.cluster.box import Membership, membership_of
 from windlass.service.installation import (
@@ -78,7 +78,7 @@ def up(
     for option, number in (("port", port), ("cluster_port", cluster_port)):
         if number is not None:
             if not 1 <= number <= _MAX_PORT:  # else the error would name the variable
-                raise CommandError(f"--{option.replace('_', '-')}: must be from 1 to {_MAX_PORT}, got {number}")
+                raise OptionError(f"--{option.replace('_', '-')}: must be from 1 to {_MAX_PORT}, got {number}")
             os.environ[f"WINDLASS_{option.upper()}"] = str(number)
     if cluster_host is not None:
         os.environ["WINDLASS_CLUSTER_HOST"] = cluster_host
@@ -259,7 +259,7 @@ def doctor(
         return
     for option, is_given in (("--force", force), ("--json", as_json)):
         if is_given:
-            raise CommandError(f"{option} goes with --network; add that, or leave it out")
+            raise OptionError(f"{option} goes with --network; add that, or leave it out")
     directories = [path for path in settings.ssd_dirs if not is_device_path(path)]
     devices = tuple(path for path in settings.ssd_dirs if is_device_path(path))
     machine = inspect_machine((Path("/dev/shm"), settings.home, *directories), devices)

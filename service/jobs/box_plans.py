@@ -126,9 +126,9 @@ def requests_for_kinds(
 ) -> Mapping[str, Callable[[Results], PlanRequest]]:
     """Returns functions that make the requests to the planner from the results of a preparation, by kind.
 
-    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. Its lanes
-    follow from it on every box. The first plan that fits chooses the number of micro-batches and the cut of matrices,
-    if the job leaves them open. The plans after it have the same ones.
+    Unmeasured kinds are left out. `num_devices`: the most GPUs that a job with `gpus: auto` may get here. The first
+    plan that fits chooses the number of micro-batches and the cut of matrices, if the job leaves them open. The plans
+    after it have the same ones.
     """
 
     def request(kind: BoxKind, results: Results) -> PlanRequest:

@@ -69,9 +69,8 @@ def settings_of_plan(asked: WindlassSettings, training: TrainingConfig, report: 
         "batch_size": training.batch_size,
         "num_microbatches": report.choices["num_microbatches"],
         "sequence_length": training.sequence_length,
+        "lanes": training.lanes,
     }
-    if asked.gpus != "auto":  # else the lanes follow from the job's machine, as the GPUs do
-        values["lanes"] = training.lanes
     if (cut := report.choices.get("cut_matrices")) is not None:  # without one, the job's own plan has none, either
         values["cut_matrices"] = cut
     try:

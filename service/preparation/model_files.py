@@ -57,18 +57,20 @@ def check_model(
     return CheckedModel(max_sequence_length=None)  # checked once the job has downloaded the folder
 
 
-def fit_sequence_length(asked: int | None, checked: CheckedModel) -> int | None:
+def fit_sequence_length(
+    asked: int | None, checked: CheckedModel, *, param: str = "windlass.sequence_length"
+) -> int | None:
     """Returns a job's sequence length on this model, or None if neither a request nor a limit is known.
 
-    Raises ApiError if the requested length exceeds the model's limit.
+    `param`: the place of the requested length in the request. Raises ApiError if it exceeds the model's limit.
     """
     limit = checked.max_sequence_length
     if limit is None:
         return asked
     if asked is not None and asked > limit:
         raise ApiError(
-            f"windlass.sequence_length: the model takes at most {limit} tokens, got {asked}",
-            param="windlass.sequence_length",
+            f"{param}: the model takes at most {limit} tokens, got {asked}",
+            param=param,
             code="invalid_value",
         )
     return asked or min(DEFAULT_SEQUENCE_LENGTH, limit)

@@ -1,8 +1,8 @@
 """Settings of a job: their limits, their defaults, and the values that "auto" stands for.
 
 `docs` and these numbers are one: 3 epochs; 0.2 percent of the examples a batch, but at least 8 and at most 64; the
-micro-batches of the plan, or without a plan at most 4 examples in each, and as many micro-batches in each lane; a peak
-learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
+micro-batches of the plan, or without a plan at most 4 examples in each, and as many micro-batches for each GPU and each
+lane; a peak learning rate of 2e-5 times the multiplier; 3 percent of the steps to warm up.
 """
 
 import math
@@ -182,7 +182,7 @@ class WindlassSettings(_Strict):
     final_model: Annotated[FinalModel, _WORD] = _DEFAULTS["final_model"]
     evaluate_every: int | None = Field(default=None, ge=1, le=_MAX_STEPS)  # steps; null: at each epoch's end
     initialization: Annotated[Initialization, _WORD] = _DEFAULTS["initialization"]
-    # `lanes` and `num_microbatches` follow from it unless set; "auto": from the most that the job may get.
+    # `num_microbatches` follows from it unless set; "auto": from the most that the job may get.
     gpus: GpuNumber = 1
     # The name of the box that the job asks for; null: any.
     box: str | None = Field(default=None, min_length=1, max_length=64)
@@ -265,13 +265,11 @@ class WindlassSettings(_Strict):
 
     @property
     def num_lanes(self) -> int:
-        """The lanes that micro-batches are dealt to: as asked for, or one for each GPU if sums are in fp32.
+        """The lanes that micro-batches are dealt to: as asked for, or one.
 
-        With `gpus: auto` it is known once `with_most_gpus` has set the most that the job may get.
+        One is fastest with any number of GPUs, and so jobs that differ only in their GPUs have the same lanes.
         """
-        if self.lanes != "auto":
-            return self.lanes
-        return self.least_gpus if self.accumulation_precision is Precision.FP32 else 1
+        return 1 if self.lanes == "auto" else self.lanes
 
     @property
     def least_gpus(self) -> int:
@@ -324,7 +322,6 @@ class TooFewMicrobatchesError(SettingError):
 
 def _check_microbatches(windlass: WindlassSettings, num_microbatches: int, given: str) -> None:
     """Raises TooFewMicrobatchesError if a GPU or a lane would have none. `given`: the number's origin in words."""
-    # If lanes follow from GPUs, the error is about the GPUs.
     for name, number, each in (("gpus", windlass.least_gpus, "GPU"), ("lanes", windlass.num_lanes, "lane")):
         if number > num_microbatches:
             param = f"windlass.{name}"
@@ -396,8 +393,8 @@ def resolve(
 ) -> TrainingConfig:
     """Turns a request's settings into a training config, once the training data has been counted.
 
-    `num_devices`: the most GPUs that a job with `gpus: auto` may get. Its results depend on this number, and not on the
-    GPUs that it gets. `planned_microbatches`: the number that the job's plan chose; None: the job has no plan yet.
+    `num_devices`: the most GPUs that a job with `gpus: auto` may get. Without a plan, the number of micro-batches
+    follows from it. `planned_microbatches`: the number that the job's plan chose; None: the job has no plan yet.
     `planned_cut`: the most elements of a part of a matrix by that plan; None: no matrix is cut, as without a plan.
 
     Raises:
@@ -487,10 +484,12 @@ def hypothetical_config(
 def default_microbatches(batch_size: int, lanes: int, gpus: int) -> int:
     """Returns the number of parts that a batch is computed in if neither the user nor a plan sets one.
 
-    Each GPU has at least one. Each lane has equally many, unless that takes more than the batch has examples.
+    Each GPU has at least one. Each GPU and each lane has equally many. If that takes more than the batch has examples,
+    each lane has equally many, or if that does too, each part has one example.
     """
     least = max(math.ceil(batch_size / GREATEST_MICROBATCH_SIZE), gpus)
-    return min(rounded_to_lanes(least, lanes), batch_size)
+    even = rounded_to_lanes(least, math.lcm(lanes, gpus))
+    return even if even <= batch_size else min(rounded_to_lanes(least, lanes), batch_size)
 
 
 def num_steps(epochs: int, batch_size: int, num_examples: int) -> int:

@@ -56,7 +56,8 @@ def hint(body: object, location: Sequence[str | int]) -> str:
     # Names at the same place come first, because several parts of a request have a batch_size.
     if near := near_names(name, [known for known in here if "." not in known]):
         return f"; did you mean {above}{near[0]}?"
-    if suggestion := name_hint(name, names):
+    # A job's settings are misplaced more often than a machine's parts, which have the same names.
+    if suggestion := name_hint(name, sorted(names, key=lambda known: not known.startswith("windlass."))):
         return suggestion
     return f"; there are {', '.join(known for known in here if '.' not in known)}" if here else ""
 

@@ -30,8 +30,9 @@ PLAN: dict[str, Any] = {
     "bound_s": 5.6,
     "tokens_per_s": 4964.0,
     "bottleneck": "optimizer",
-    "busy_s": {"compute": 5.32, "h2d": 1.1, "d2h": 0.6, "ssd": 3.4, "optimizer": 5.5},
+    "busy_s": {"compute": 5.32, "h2d": 1.1, "d2h": 0.6, "ssd": 3.4, "optimizer": 5.5, "host_memory": 2.0},
     "peak_gib": {"gpu": 10.75, "host": 21.5, "ssd": 48.0},
+    "peak_limit_gib": {"gpu": 24.0, "host": 60.0, "ssd": 1800.0},
     "engine_gib": {"gpu": 10.0, "host": 20.0, "ssd": 48.0},
     "limit_gib": {"gpu": 22.5, "host": 30.0, "ssd": 900.0},
     "choices": {

@@ -36,7 +36,8 @@ def test_planned_job_on_two_devices_trains_pauses_and_makes_others_wait(
     told = "windlass.gpus is 3, and the machine has no GPU: its CPU counts as 2 devices (setting cpu_ranks)"
     assert told in installation.refused(*submit, "--gpus", "3")
 
-    both = installation.ok(*submit, "--gpus", "2", "--epochs", "1000")  # it trains until the test ends it
+    asked = ("--gpus", "2", "--set", "lanes=2", "--epochs", "1000")
+    both = installation.ok(*submit, *asked)  # it trains until the test ends it
     one = installation.ok(*submit, "--epochs", "2")
     installation.await_job(both, lambda job: job["windlass"]["step"] >= 2, "two steps")
     waiting = installation.await_job(one, lambda job: job["status"] == "queued", "queued")

@@ -172,7 +172,6 @@ def planned_job(
         batch_size=batch_size,
         num_microbatches=num_gpus,
         sequence_length=num_tokens,
-        lanes=num_gpus,
         precision=precision,
         clip_norm=None,
         total_steps=1,

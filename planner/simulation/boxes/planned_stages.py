@@ -12,6 +12,7 @@ from windlass.planner.simulation import (
     SimulatedSteps,
     box_of_plan,
     in_fewer_chunks,
+    may_merge_ssds,
     simulate_boxes,
     simulated_step_s_of_boxes,
 )
@@ -33,7 +34,11 @@ class StagesToSimulate:
     names: tuple[str, ...] = ()  # of the boxes, for users; empty: they have none
 
     def boxes(self, *, merges_ssds: bool) -> list[SimulatedBox]:
-        """Returns the boxes, with chunks of one size on all. `merges_ssds`: see `box_of_plan`."""
+        """Returns the boxes, with chunks of one size on all.
+
+        `merges_ssds`: simulate all SSDs of a box as one, if that is good enough.
+        """
+        merges_ssds = merges_ssds and may_merge_ssds(self.layout, self.plans)
         layout = in_fewer_chunks(self.layout, self.plans, merges_ssds=merges_ssds)
         commit_every = commit_every_of(plan.plan for plan in self.plans)
         has_several = len(self.plans) > 1

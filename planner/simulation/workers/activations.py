@@ -83,7 +83,7 @@ class Activations:
         self.prefetch(away)
         if away.ssd is not None and self._ssds is not None:
             yield from self._ssds.wait_for(away.ssd)
-        if away.host is not None:
+        if away.host is not None and not away.host.back.is_done:
             yield away.host.back
         self._note_wait(start_s)
 
@@ -117,15 +117,18 @@ class _HostActivations:
     def room_nbytes(self, wanted_nbytes: int) -> ProcessReturning[int]:
         """Returns how many of the wanted bytes fit into host memory. Waits for slots that are about to become free."""
         num_slots = -(-wanted_nbytes // self._slot_nbytes)
-        yield from self._changed.until(lambda: self._num_free >= num_slots or not self._num_returning)
+        while self._num_free < num_slots and self._num_returning:
+            yield self._changed.next
         return min(wanted_nbytes, self._num_free * self._slot_nbytes)
 
     def put(self, nbytes: int, now: Moment) -> ProcessReturning[_HostSwap]:
         """Queues the copy of a tensor to host memory, and returns its swap."""
         clock, limit = self.world.clock, self.world.context.plan.max_leaving_nbytes
         num_slots = -(-nbytes // self._slot_nbytes)
-        yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
-        yield from self._changed.until(lambda: self._num_free >= num_slots)
+        while self._leaving_nbytes and self._leaving_nbytes + nbytes > limit:
+            yield self._changed.next
+        while self._num_free < num_slots:
+            yield self._changed.next
         swap = _HostSwap(nbytes, num_slots, now, clock.future(), clock.future())
         self._num_free -= num_slots
         self._leaving_nbytes += nbytes

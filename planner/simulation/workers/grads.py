@@ -21,6 +21,7 @@ from windlass.planner.simulation.workers.grad_pieces import GradPieces
 from windlass.storage.ids import BlockIndex, ChunkKey, Span, Step
 
 _PARTIALS = "partial gradients"
+_NOWHERE = Span(0, 0)  # simulated slots have no addresses
 
 
 @dataclass(slots=True, eq=False)
@@ -307,7 +308,7 @@ class Grads:
         if request.block in self.world.context.plan.spilled_blocks:
             self.world.clock.process(self._spill(request, keys))
         else:
-            self._offloaded(request, tuple(GradChunk(key, Span(0, 0)) for key in keys))
+            self._offloaded(request, tuple(GradChunk(key, _NOWHERE) for key in keys))
 
     def _spill(self, request: ComputeBlock, keys: Sequence[ChunkKey]) -> Process:
         world = self.world
@@ -381,7 +382,7 @@ class Grads:
         """Tells the rank of the next group that a sum is in host memory."""
         operation, (user, block) = partial.operation, partial.use
         num_chunks = len(self.world.keys_of_sums[block])
-        parts = SumParts(dtype="", touched=(), slots=(Span(0, 0),) * num_chunks)  # simulated sums have no numbers
+        parts = SumParts(dtype="", touched=(), slots=(_NOWHERE,) * num_chunks)  # simulated sums have no numbers
         lane = parts if has_lane else None
         message = SumPassed(job=operation.job, step=operation.step, user=user, block=block, total=parts, lane=lane)
         following = rank_of(operation.group + 1, self.world.context.spec.num_ranks)

@@ -192,7 +192,8 @@ class Operations:
         elif operation.phase is Phase.BACKWARD:
             back = self._away.pop((operation.group, operation.block, microbatch), [])
             points += self._points_back(operation.block, back, passes[0][1])
-        for at_s, act in sorted(points, key=itemgetter(0)):
+        points.sort(key=itemgetter(0))
+        for at_s, act in points:
             if at_s > passed_s:
                 yield from spend(at_s - passed_s)
                 passed_s = at_s
@@ -227,7 +228,8 @@ class Operations:
         shares, start_s = self._pieces.shares(operation.block), 0.0
 
         def hold() -> tuple[Future, ...]:
-            return (self._pieces.hold(operation),)
+            copied = self._pieces.hold(operation)
+            return () if copied.is_done else (copied,)
 
         for is_back, seconds in passes:
             at_s = start_s

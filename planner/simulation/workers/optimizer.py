@@ -84,7 +84,8 @@ class Optimizer:
 
     def _run_reads(self) -> Process:
         while True:
-            yield from self._changed.until(lambda: self._queue.first_to_read is not None)
+            while self._queue.first_to_read is None:
+                yield self._changed.next
             yield from self._slots.take()
             self.world.clock.soon(functools.partial(self._read, self._queue.begin_to_read()))
 
@@ -111,7 +112,8 @@ class Optimizer:
     def _run_updates(self) -> Process:
         world = self.world
         while True:
-            yield from self._changed.until(lambda: self._queue.has_update)
+            while not self._queue.has_update:
+                yield self._changed.next
             chunk = self._queue.begin_update()
             update, grad = chunk.item.update, chunk.item.grad
             key = grad.key

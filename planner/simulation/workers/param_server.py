@@ -32,8 +32,9 @@ class ParamServer:
             self._carry_out(self._turns.copied(message))
 
     def _carry_out(self, actions: ParamActions) -> None:
-        self.world.level(MemoryTier.HOST, PARAMS, (self._num_free - self._turns.num_free) * self._slot_nbytes)
-        self._num_free = self._turns.num_free
+        if self._num_free != self._turns.num_free:
+            self.world.level(MemoryTier.HOST, PARAMS, (self._num_free - self._turns.num_free) * self._slot_nbytes)
+            self._num_free = self._turns.num_free
         for actor, use, chunks in actions.arrived:
             self._tell(actor, use, chunks)
         for read in actions.reads:

@@ -93,7 +93,8 @@ class ParamFeed:
     def wait_for(self, operation: ComputeBlock, block: BlockIndex) -> ProcessReturning[Fetch]:
         """Returns the params of a block for an operation, when they are ready."""
         key = (operation.op, block)
-        yield from self._created.until(lambda: key in self._fetches)
+        while key not in self._fetches:
+            yield self._created.next
         fetch = self._fetches.pop(key)
         yield fetch.ready
         return fetch

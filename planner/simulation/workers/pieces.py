@@ -32,14 +32,8 @@ class _Use:
     nbytes: int  # freed after this use
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A copy of a piece into a buffer."""
-
-    request: ParamRequest
-    nbytes: int
-    free: Future | None  # done when the buffer is free
-    copied: Future
+# A copy of a piece into a buffer: for a request, its bytes, done when the buffer is free (None: it is), and its end.
+_Copy = tuple[ParamRequest, int, Future | None, Future]
 
 
 class Pieces:
@@ -88,8 +82,11 @@ class Pieces:
         bounds, clock, itemsize = self.world.bounds[request.block], self.world.clock, self.world.param_itemsize
         uses = self._uses[request.operation.op] = deque()
         lying: list[_Use | None] = [None] * len(self._last)  # pieces of this operation
+        pieces: list[Piece | None] = [None] * len(self._last)  # the same
         for piece in order:
-            buffer = next((i for i, use in enumerate(lying) if use is not None and use.piece == piece), 0)
+            buffer = pieces.index(piece) if piece in pieces else 0
+            pieces.pop(buffer)
+            pieces.append(piece)
             loaded, last = lying.pop(buffer), self._last.pop(buffer)
             index, _ = piece
             nbytes = (bounds[index + 1] - bounds[index]) * itemsize
@@ -98,7 +95,7 @@ class Pieces:
                 loaded.nbytes = 0
             else:
                 use = _Use(piece, Future(clock), Future(clock), nbytes)
-                self._to_copy.put(_Copy(request, nbytes, None if last is None else last.over, use.copied))
+                self._to_copy.put((request, nbytes, None if last is None else last.over, use.copied))
             lying.append(use)
             self._last.append(use)
             uses.append(use)
@@ -123,10 +120,9 @@ class Pieces:
 
     def _run(self) -> Process:
         while True:
-            copy = yield from self._to_copy.get()
-            if copy.free is not None:
-                yield copy.free
-            request = copy.request
-            self.gpu.level(_PIECES, copy.nbytes)
-            yield from self.gpu.copy_in(copy.nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
-            copy.copied.set_done()
+            request, nbytes, free, copied = yield from self._to_copy.get()
+            if free is not None:
+                yield free
+            self.gpu.level(_PIECES, nbytes)
+            yield from self.gpu.copy_in(nbytes, SpanKind.COPY_PARAMS_IN, request.step, request.block)
+            copied.set_done()

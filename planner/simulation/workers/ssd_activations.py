@@ -47,7 +47,8 @@ class SsdActivations:
     def put(self, nbytes: int, now: Moment) -> ProcessReturning[SsdSwap]:
         """Returns the swap of a tensor when the device has room for bytes on their way out. The copies follow."""
         limit = self.world.context.plan.max_leaving_nbytes
-        yield from self._changed.until(lambda: not self._leaving_nbytes or self._leaving_nbytes + nbytes <= limit)
+        while self._leaving_nbytes and self._leaving_nbytes + nbytes > limit:
+            yield self._changed.next
         swap = SsdSwap(nbytes, now)
         swap.parts = list(cut(swap, self._slots, self._slot_nbytes, self._part_slots))
         swap.num_on_device = swap.num_missing = len(swap.parts)
@@ -70,7 +71,8 @@ class SsdActivations:
         for part in swap.parts:
             self._turns.wait(part)
         self._hand_out_buffers()
-        yield from self._changed.until(lambda: not swap.num_missing)
+        while swap.num_missing:
+            yield self._changed.next
 
     def _line_up(self, swap: SsdSwap) -> None:
         self._turns.begin(swap)

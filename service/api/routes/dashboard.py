@@ -11,7 +11,7 @@ from fastapi.staticfiles import StaticFiles
 from fastapi.templating import Jinja2Templates
 
 import windlass
-from windlass.planner.question import CHOICES_IN_WORDS
+from windlass.planner.question import choices_in_words
 from windlass.service.api import CallerDep
 from windlass.service.api.schemas import plan_limits
 from windlass.storage.sql.repositories import Role
@@ -32,7 +32,7 @@ def show_dashboard(request: Request, caller: CallerDep) -> Response:
         has_login=caller.login is not None,
         is_admin=caller.role is Role.ADMIN,
         plan_limits=plan_limits(),
-        plan_choices={name: asdict(words) for name, words in CHOICES_IN_WORDS.items()},
+        plan_choices={device: _choices(is_cpu=device == "cpu") for device in ("cpu", "gpu")},
     )
 
 
@@ -45,6 +45,10 @@ def show_api(request: Request, caller: CallerDep) -> Response:
         for method, operation in operations.items()
     ]
     return render(request, "api.html", user=caller.user, has_login=caller.login is not None, operations=found)
+
+
+def _choices(*, is_cpu: bool) -> dict[str, dict[str, str]]:
+    return {name: asdict(words) for name, words in choices_in_words(is_cpu=is_cpu).items()}
 
 
 def render(request: Request, page: str, *, status_code: int = 200, **values: Any) -> Response:

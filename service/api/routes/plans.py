@@ -224,7 +224,8 @@ def _model(context: Context, caller: Caller, body: CreatePlan) -> tuple[Path, in
     else:
         longest = load(ModelShape, shape_path).max_tokens
         checked, default = CheckedModel(max_sequence_length=longest), DEFAULT_SEQUENCE_LENGTH
-    sequence_length = fit_sequence_length(body.windlass.sequence_length, checked) or default
+    asked = body.checked_sequence_length()
+    sequence_length = fit_sequence_length(asked, checked, param=body.param_of("sequence_length")) or default
     if sequence_length is None:
         raise ApiError(
             "windlass.sequence_length: the model's config does not tell its longest sequence; give a length",
@@ -235,9 +236,10 @@ def _model(context: Context, caller: Caller, body: CreatePlan) -> tuple[Path, in
 
 
 def _shape_hint(model: str) -> str:
-    """Names the published shapes whose names are near to a model's that is not here. Returns "" if there are none."""
-    near = similar_models(model)
-    return f" (the shape of {' or '.join(near)} can be planned without its files)" if near else ""
+    """Names the published shapes whose names are near to a model's that is not here, or says how to list all shapes."""
+    if near := similar_models(model):
+        return f" (the shape of {' or '.join(near)} can be planned without its files)"
+    return " (GET /v1/fine_tuning/shapes lists the models that can be planned without their files)"
 
 
 def _request(

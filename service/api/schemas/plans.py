@@ -7,8 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from windlass.planner.hardware import Hardware, ModelShape
 from windlass.service.validation import (
+    LEAST_SEQUENCE_LENGTH,
     MAX_EXAMPLES,
     MAX_PLANNED_BATCH_SIZE,
+    MAX_SEQUENCE_LENGTH,
     ApiError,
     JsonNumbers,
     WindlassSettings,
@@ -29,6 +31,8 @@ class CreatePlan(JsonNumbers):
     model: str  # of this service, or the name of a published shape, here or on the hub
     # It may be larger than a job's. Null: `windlass.batch_size`, which must then be given.
     batch_size: Annotated[int | None, Field(ge=1, le=MAX_PLANNED_BATCH_SIZE)] = None
+    # Null: `windlass.sequence_length`, or the job's default.
+    sequence_length: Annotated[int | None, Field(ge=LEAST_SEQUENCE_LENGTH, le=MAX_SEQUENCE_LENGTH)] = None
     hardware: Hardware | None = None
     num_examples: Annotated[int | None, Field(ge=1, le=MAX_EXAMPLES)] = None  # of a training file; for the job's time
     num_validation_examples: Annotated[int, Field(ge=0, le=MAX_EXAMPLES)] = 0
@@ -49,13 +53,25 @@ class CreatePlan(JsonNumbers):
         for name, why in _PLACES.items():
             if (value := getattr(self.windlass, name)) is not None:
                 raise _wrong(f"windlass.{name}", f"is {value}, but {why}")
-        of_job = self.windlass.batch_size
-        batch_size = self.batch_size or of_job
+        batch_size = self._given("batch_size")
         if batch_size is None:
             raise _wrong("batch_size", "is missing; give it here or as windlass.batch_size")
-        if of_job not in (None, batch_size):
-            raise _wrong("windlass.batch_size", f"is {of_job} but batch_size is {batch_size}; give one of the two")
         return batch_size
+
+    def checked_sequence_length(self) -> int | None:
+        """Returns the tokens of an example; None: the job's default. Raises ApiError for two different numbers."""
+        return self._given("sequence_length")
+
+    def param_of(self, name: str) -> str:
+        """Returns the place in the request of a number that may stand beside `windlass` or in it."""
+        return f"windlass.{name}" if getattr(self, name) is None else name
+
+    def _given(self, name: str) -> int | None:
+        beside, of_job = getattr(self, name), getattr(self.windlass, name)
+        if None not in (beside, of_job) and beside != of_job:
+            raise _wrong(f"windlass.{name}", f"is {of_job} but {name} is {beside}; give one of the two")
+        number: int | None = of_job if beside is None else beside
+        return number
 
 
 @cache
@@ -108,6 +124,7 @@ class PlanFields(BaseModel):
     bottleneck: str | None = None
     busy_s: dict[str, float] | None = None
     peak_gib: dict[str, float] | None = None
+    peak_limit_gib: dict[str, float] | None = None
     engine_gib: dict[str, float] | None = None
     limit_gib: dict[str, float] | None = None
     missing_bytes: dict[str, float] | None = None

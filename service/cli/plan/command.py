@@ -16,12 +16,9 @@ from windlass.actors.lifecycle import WAIT_POLICY
 from windlass.amounts import number_text
 from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 from windlass.engine.training_config import Optimizer
-from windlass.planner.hardware import (
-    Hardware,
-    unusual,
-)
-from windlass.planner.solver import DEFAULT_SLACK, Goal
-from windlass.service.cli import CommandError
+from windlass.planner.hardware import Hardware, organization_of, unusual
+from windlass.planner.solver import DEFAULT_SLACK, GOALS_WITH_SLACK, Goal
+from windlass.service.cli import CommandError, OptionError
 from windlass.service.cli.arguments import gpus_option
 from windlass.service.cli.plan.inputs import (
     MEASURED,
@@ -60,7 +57,7 @@ if TYPE_CHECKING:
     from windlass.planner.solver import Solution
     from windlass.planner.stages import StagesReport
 
-EXIT_DOES_NOT_FIT = 3  # the command's exit code if no plan fits; 2 is that of options that cannot be parsed
+EXIT_DOES_NOT_FIT = 3  # the exit code of the command if no plan fits; 2 is that of wrong options
 _MODEL_HELP = (
     "A model's folder or name, the name of a published model whose shape is known (such as llama-3.1-70b, or as on the "
     "hub; nothing is downloaded), or a YAML file with a shape's numbers."
@@ -133,9 +130,7 @@ def plan(
     ] = "auto",
     lanes: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Sums of micro-batches that are made separately and then added (default: one for each GPU)."
-        ),
+        typer.Option(min=1, help="Sums of micro-batches that are made separately and then added (default 1)."),
     ] = None,
     gpus: Annotated[Any, gpus_option("GPUs of the job, or auto: as many as are fastest.")] = 1,
     num_validation_examples: Annotated[
@@ -159,8 +154,14 @@ def plan(
         Goal | None, typer.Option(help="Search the largest or smallest number with which the job fits.")
     ] = None,
     slack: Annotated[
-        float, typer.Option(min=0, max=1, help="With --find of SSDs and RAM: how much longer a step may take.")
-    ] = DEFAULT_SLACK,
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="With --find of SSDs and RAM: how much longer a step may take, as a share of it "
+            f"(default {DEFAULT_SLACK:g}).",
+        ),
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of a simulated step to this file.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also estimate the systems of the papers (docs/papers.md).")
@@ -170,7 +171,7 @@ def plan(
         typer.Option(
             "--what-if",
             help="Also plan the job with one more SSD, 64 GiB more RAM, a faster card, one more GPU, a second box, "
-            "twice the batch.",
+            "twice the batch, no clipping, or states in less space.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -178,8 +179,8 @@ def plan(
 ) -> None:
     """Tell whether a job fits a machine, how long a step takes, what bounds it, what to change.
 
-    The exit code is 3 if no plan fits, and 2 for options that cannot be parsed. It is 1 for any other error, such as
-    an unknown model.
+    The exit code is 3 if no plan fits, and 2 for options that are wrong or do not go together. It is 1 for any other
+    error, such as an unknown model.
     """
     settings = load_settings(home)
     names, numbers = asked_boxes(hardware, boxes)
@@ -201,26 +202,22 @@ def plan(
     if find is Goal.LARGEST_BATCH:  # the smallest batch that is searched has an example for each lane and GPU
         batch_size = max(batch_size, lanes or 1, 1 if gpus == "auto" else gpus)
     if num_microbatches is not None and num_microbatches > batch_size:
-        raise CommandError(
+        raise OptionError(
             f"--num-microbatches: {num_microbatches} parts of a batch of {batch_size}; each has at least one example"
         )
     most = num_microbatches or batch_size
     if lanes is not None and lanes > most:
-        raise CommandError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
+        raise OptionError(f"--lanes: {lanes} lanes of at most {most} micro-batches; each has at least one")
     if gpus != "auto":
         if gpus > most:
-            raise CommandError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
+            raise OptionError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
         for kind in kinds:
             _check_gpus(settings, gpus, other=None if kind.name == MEASURED else kind.hardware)
-    elif find is not None:
-        raise CommandError("--gpus: a search (--find) is for a number of GPUs; name one")
-    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
-        raise CommandError(f"--find: {find} needs a machine with a GPU, and this one has none")
-    if what_if and find is not None:
-        raise CommandError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
+    _check_search(find, machine, gpus=gpus, what_if=what_if, slack=slack)
+    slack = DEFAULT_SLACK if slack is None else slack
     _check_order_of_updates(gradient_updates, clip=clip)
     if clip_norm is not None and not clip:
-        raise CommandError(f"--clip-norm: gradients are not clipped to {clip_norm:g} with --no-clip; leave one out")
+        raise OptionError(f"--clip-norm: gradients are not clipped to {clip_norm:g} with --no-clip; leave one out")
     asked = _settings(
         **({} if epochs is None else {"epochs": epochs}),
         num_microbatches=num_microbatches,
@@ -251,8 +248,9 @@ def plan(
     with Console(stderr=True).status("planning; some seconds, more where memory is short") as status:
         question = question_about(kinds[0])
         shape = shape_name(settings, model)
-        if not as_json and shape not in (None, model):
-            print(f"the model has the published shape {shape}")
+        if not as_json and shape is not None and shape != model:
+            of = organization_of(shape)
+            print(f"the model has the published shape {shape}{f' of {of}' if of else ''}")
         traced = "tracing the model, because it was not planned before; some seconds more"
         question = replace(question, on_trace=lambda: status.update(traced))
         if boxes is not None:
@@ -323,12 +321,27 @@ def _plans_over_boxes(
         raise CommandError(f"--model: {' '.join(str(error).split())}") from None
 
 
+def _check_search(find: Goal | None, machine: Hardware, *, gpus: int | str, what_if: bool, slack: float | None) -> None:
+    """Raises OptionError for options that do not go with a search, or with a plan without one."""
+    if slack is not None and find not in GOALS_WITH_SLACK:
+        searches = " or ".join(f"--find {goal}" for goal in GOALS_WITH_SLACK)
+        raise OptionError(f"--slack: it goes with {searches}; add one of them, or leave it out")
+    if find is None:
+        return
+    if gpus == "auto":
+        raise OptionError("--gpus: a search (--find) is for a number of GPUs; name one")
+    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
+        raise OptionError(f"--find: {find} needs a machine with a GPU, and this one has none")
+    if what_if:
+        raise OptionError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
+
+
 def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:
-    """Raises CommandError for an unknown order, or one that does not go with clipping."""
+    """Raises OptionError for an unknown order, or one that does not go with clipping."""
     if gradient_updates not in ("auto", *UpdateOrder):
-        raise CommandError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
+        raise OptionError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
     if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
-        raise CommandError(
+        raise OptionError(
             f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
             "--no-clip, or choose kept"
         )
@@ -340,21 +353,21 @@ def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> Non
     try:
         check_gpus(settings, gpus, other=other)
     except ApiError as error:
-        raise CommandError(f"--gpus: {error}") from None
+        raise OptionError(f"--gpus: {str(error).removeprefix('windlass.gpus is ')}") from None
 
 
 def _settings(**asked: Any) -> WindlassSettings:
     """Checks settings in the same way as a request's object `windlass`.
 
     Raises:
-        CommandError: an option is wrong; the text names it and says why.
+        OptionError: an option is wrong; the text names it and says why.
     """
     try:
         return WindlassSettings(**asked)
     except ValidationError as error:
         (first, *_) = error.errors()
         option = str(first["loc"][0]).replace("_", "-")
-        raise CommandError(f"--{option}: {plain_reason(first)}") from None
+        raise OptionError(f"--{option}: {plain_reason(first)}") from None
 
 
 def _question(
@@ -477,7 +490,7 @@ def _trace(planned: "Planned", path: Path) -> None:
     from windlass.planner.simulation import simulate_planned
 
     if planned.layout is None:
-        raise CommandError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
+        raise OptionError("--trace: there is no model of that many layers to simulate; leave out --find most-layers")
     assert planned.solution is not None, "there is a plan"
     simulated = simulate_planned(planned.solution, planned.layout, num_cores=num_cores())
     last = simulated.steps[-1]

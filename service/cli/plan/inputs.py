@@ -8,6 +8,7 @@ from windlass.planner.hardware import (
     Hardware,
     ModelShape,
     UnknownMachineError,
+    UnknownSizeError,
     load,
     machine_name,
     machine_of,
@@ -15,7 +16,7 @@ from windlass.planner.hardware import (
     published_models,
     similar_models,
 )
-from windlass.service.cli import CommandError
+from windlass.service.cli import CommandError, OptionError
 from windlass.service.installation import HARDWARE_FILE, Settings
 from windlass.service.validation import ApiError, model_dir
 
@@ -24,10 +25,16 @@ _SHAPE_FILES = (".yaml", ".yml")  # names of files with a shape
 
 
 def hardware_of(settings: Settings, name: str) -> Hardware:
-    """Returns the profile of a machine: measured, by name or from a file. Raises CommandError if there is none.
+    """Returns the profile of a machine: measured, by name or from a file.
 
     A name as lists have it goes before a file or a box of the same name, and one that is written otherwise after them.
+
+    Raises:
+        CommandError: there is none.
+        OptionError: the name is empty, or the machine has no such size.
     """
+    if not name.strip():
+        raise OptionError(f"--hardware: the name is empty; leave it out for this machine ('{MEASURED}'), or name one")
     if name == MEASURED:
         path = settings.home / HARDWARE_FILE
         if not path.exists():
@@ -36,6 +43,8 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
     known, unknown = _known_machine(name)
     if known == name:
         return machine_of(name)
+    if Path(name).is_dir():
+        raise CommandError(f"--hardware: {name} is a folder; name a YAML file in it")
     if Path(name).exists():
         return load(Hardware, Path(name))
     boxes = _hardware_of_boxes(settings)
@@ -43,16 +52,18 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
         return boxes[name]
     if known is not None:
         return machine_of(known)
+    if isinstance(unknown, UnknownSizeError):
+        raise OptionError(f"--hardware: {unknown}")
     joined = f", and {', '.join(boxes)} {'is a box' if len(boxes) == 1 else 'are boxes'} of it" if boxes else ""
     raise CommandError(f"--hardware: there is no file {name}, and {unknown}; '{MEASURED}' is this machine{joined}")
 
 
-def _known_machine(name: str) -> tuple[str | None, str]:
+def _known_machine(name: str) -> tuple[str | None, UnknownMachineError | None]:
     """Returns a machine's name as lists have it, or None and why there is none."""
     try:
-        return machine_name(name), ""
+        return machine_name(name), None
     except UnknownMachineError as error:
-        return None, str(error)
+        return None, error
 
 
 def _hardware_of_boxes(settings: Settings) -> dict[str, Hardware]:
@@ -81,7 +92,11 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
 
     A model that is here goes before a published one of the same name.
     """
+    if not model.strip():
+        raise OptionError("--model: the name is empty; `windlass plan --help` says what it may be")
     if model.endswith(_SHAPE_FILES):
+        if not Path(model).exists():
+            raise CommandError(f"--model: there is no file {model}")
         return _config_of_shape_file(Path(model), sequence_length)
     folder = _model_folder(settings, model)
     if folder is None:
@@ -96,7 +111,7 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
     except UnusableConfigError as error:
         raise CommandError(f"--model: {folder}: {' '.join(str(error).split())}") from None
     if longest is not None and sequence_length > longest:
-        raise CommandError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
+        raise OptionError(f"--seq-len: {sequence_length}: the model in {folder} takes at most {longest} tokens")
     return config
 
 
@@ -113,7 +128,7 @@ def _config_of_shape_file(path: Path, sequence_length: int) -> Any:
 
     shape = load(ModelShape, path)
     if shape.max_tokens is not None and sequence_length > shape.max_tokens:
-        raise CommandError(
+        raise OptionError(
             f"--seq-len: {sequence_length}: the model {path.stem} takes at most {shape.max_tokens} tokens"
         )
     return ShapeConfig(shape=shape, num_tokens=sequence_length)
@@ -134,11 +149,13 @@ def _folder_of_id(settings: Settings, model: str) -> Path | None:
 
 def _unknown_model(settings: Settings, model: str) -> str:
     near = similar_models(model)
-    known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(published_models()))}"
+    known = (
+        f"did you mean {' or '.join(near)}? Else" if near else f"they are {', '.join(sorted(published_models()))}; else"
+    )
     required = [name for name, field in ModelShape.model_fields.items() if field.is_required()]
     return (
         f"there is no model {model}, neither in {settings.models_dir} nor among the published ones whose shapes are "
-        f"known; {known} Or name a folder with a config.json, or a YAML file with {', '.join(required)}"
+        f"known; {known} name a folder with a config.json, or a YAML file with {', '.join(required)}"
     )
 
 

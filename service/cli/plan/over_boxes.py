@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.amounts import GB, number_text
 from windlass.planner.hardware import Hardware
-from windlass.service.cli import CommandError, print_columns
+from windlass.service.cli import OptionError, print_columns
 from windlass.service.cli.plan.inputs import MEASURED
 from windlass.service.validation import MAX_BOXES
 from windlass.storage.ids import HEAD_NAME
@@ -45,7 +45,7 @@ def asked_boxes(
     """Returns the name of each kind of boxes, and the number of each, None without --boxes.
 
     Raises:
-        CommandError: --boxes is neither numbers nor the names of boxes, or they are more than a job may have.
+        OptionError: --boxes is neither numbers nor the names of boxes, or they are more than a job may have.
     """
     if boxes is None:
         return hardware or [MEASURED], None
@@ -55,19 +55,19 @@ def asked_boxes(
         return hardware or [MEASURED], numbers
     names = [name.strip() for text in boxes for name in text.split(",")]
     if any(not name or name[0] in "+-" or name.isdecimal() for name in names) or len(set(names)) < len(names):
-        raise CommandError(
+        raise OptionError(
             f"--boxes: {', '.join(boxes)} is neither a number from 1 to {MAX_BOXES} nor names of boxes, each once, "
             "such as head,attic"
         )
     if hardware:
-        raise CommandError("--boxes: names say which machines they are; leave out --hardware, or give numbers")
+        raise OptionError("--boxes: names say which machines they are; leave out --hardware, or give numbers")
     _check_number(len(names))
     return [MEASURED if name == HEAD_NAME else name for name in names], [1] * len(names)
 
 
 def _check_number(number: int) -> None:
     if number > MAX_BOXES:
-        raise CommandError(f"--boxes: {number} boxes in all; a job has at most {MAX_BOXES}")
+        raise OptionError(f"--boxes: {number} boxes in all; a job has at most {MAX_BOXES}")
 
 
 def boxes_of(
@@ -84,22 +84,22 @@ def boxes_of(
     option nor the hardware tells it. `others`: values of options that plans over boxes have not.
 
     Raises:
-        CommandError: the options do not go together. The text names one of them.
+        OptionError: the options do not go together. The text names one of them.
     """
     if numbers is None:
         if len(machines) > 1:
-            raise CommandError("--hardware: several kinds of boxes; add --boxes as often, with the number of each")
+            raise OptionError("--hardware: several kinds of boxes; add --boxes as often, with the number of each")
         if network_gbit_per_s is not None:
-            raise CommandError("--network: one box sends nothing; add --boxes with the number of boxes")
+            raise OptionError("--network: one box sends nothing; add --boxes with the number of boxes")
         numbers = [1]
     else:
         if len(numbers) != len(machines):
-            raise CommandError(
+            raise OptionError(
                 f"--boxes: {len(numbers)} numbers for {len(machines)} kinds of boxes; give one for each --hardware"
             )
         for option, value in others.items():
             if value:
-                raise CommandError(f"{option}: it is about one box; leave it out, or --boxes")
+                raise OptionError(f"{option}: it is about one box; leave it out, or --boxes")
     network = {} if network_gbit_per_s is None else {"network_gb_per_s": network_gbit_per_s * _BYTES_PER_GBIT / GB}
     kinds = [
         Boxes(name=name, number=number, hardware=hardware.model_copy(update=network))
@@ -107,7 +107,7 @@ def boxes_of(
     ]
     if sum(numbers) > 1 and any(kind.hardware.network_gb_per_s is None for kind in kinds):
         if (measured := measured_gb_per_s()) is None:
-            raise CommandError(
+            raise OptionError(
                 "--network: the rate between boxes is not known; give it in Gbit/s, such as 10, or measure it on the "
                 "head with `windlass doctor --network`"
             )
@@ -177,7 +177,7 @@ def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:
         "-" if one_s is None else f"{one_s / plan.step_s:.2f}x",
         f"{number_text(plan.tokens_per_s, 4)}",
         plan.bound_by,
-        f"{plan.waiting_share:.0%}",
+        "-" if len(plan.boxes) == 1 else f"{plan.waiting_share:.0%}",
         f"{plan.network_s:.2g}",
         ", ".join(dict.fromkeys(numbers) if len(set(numbers)) == 1 else numbers),
         f"{-(-plan.num_microbatches // plan.group_size)} of {plan.group_size}",

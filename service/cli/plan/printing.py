@@ -36,8 +36,8 @@ def print_job_settings(model: str, job_settings: dict[str, Any], *, is_open: boo
     given = {name: value for name, value in job_settings.items() if value != getattr(defaults, name)}
     if not WindlassSettings.model_validate({**given, "gradient_updates": "auto"}).leaves_order_open:
         given.pop("gradient_updates", None)  # only one order is exact, which a job gets by itself
-    if job_settings.get("lanes") == defaults.model_copy(update=given | {"lanes": "auto"}).num_lanes:
-        given.pop("lanes", None)  # they follow from the GPUs
+    if job_settings.get("lanes") == defaults.num_lanes:
+        given.pop("lanes", None)
     options = " ".join(f"--set {name}={'null' if value is None else value}" for name, value in given.items())
     print(f"a job as planned: windlass submit {model} FILE {options}")
     if is_open:
@@ -77,7 +77,7 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
         rows = [("system", "step, s", "tokens a second", "GPU busy", "busiest", "fits"), ("windlass", *found)]
         for each in compared.systems:
             lacks = ", ".join(
-                f"{bytes_text(int(gib * GIB))} of {memory} memory" for memory, gib in each.missing_gib.items()
+                f"{bytes_text(int(gib * GIB))} of {_TIERS[memory]}" for memory, gib in each.missing_gib.items()
             )
             fits = f"no: lacks {lacks}" if lacks else "yes"
             gpu = f"{each.gpu_share:.0%}"
@@ -140,7 +140,7 @@ def print_report(
     )
     print()
     activations = numbers["choices"]["activations"]
-    print_columns(list(_choices(numbers["choices"])))
+    print_columns(list(_choices(numbers["choices"], is_cpu=is_cpu)))
     print()
     rows = [("layers", "input", "rest", "kept", "swapped")]
     rows += [
@@ -177,12 +177,10 @@ def _job_time(num_steps: int | None, job_s: float | None) -> Iterator[tuple[str,
 
 
 def _peaks(found: "PlanReport", *, is_cpu: bool) -> Iterator[tuple[str, str]]:
-    from windlass.planner.question import peak_limits_gib
-
-    limits = peak_limits_gib(found, is_cpu=is_cpu)
+    assert found.peak_limit_gib is not None, "it is a new plan"
     for tier, gib in (found.peak_gib or {}).items():
-        name = "device memory" if is_cpu and tier == "gpu" else _TIERS[tier]
-        yield f"peak of {name}", f"{gib:.2f} of {limits[tier]:.2f} GiB"
+        name = "device memory, in RAM" if is_cpu and tier == "gpu" else _TIERS[tier]
+        yield f"peak of {name}", f"{gib:.2f} of {found.peak_limit_gib[tier]:.2f} GiB"
 
 
 def _job_wear(ssd_write_tb: float | None, percent: float | None, num_ssds: int) -> Iterator[tuple[str, str]]:
@@ -197,13 +195,13 @@ def _terabytes(number: float) -> str:
     return f"{number_text(number, 4)} TB" if number >= 1 else f"{number_text(number * 1000, 4)} GB"
 
 
-def _choices(choices: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    from windlass.planner.question import CHOICES_IN_WORDS
+def _choices(choices: dict[str, Any], *, is_cpu: bool) -> Iterator[tuple[str, str, str]]:
+    from windlass.planner.question import choices_in_words
 
+    in_words = choices_in_words(is_cpu=is_cpu)
     for name, value in choices.items():
         if not isinstance(value, list):
-            words = CHOICES_IN_WORDS[name]
-            yield words.label, _shown(value), words.meaning
+            yield in_words[name].label, _shown(value), in_words[name].meaning
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from windlass.service.validation import ApiError, check_model_id, check_storable, check_suffix
+from windlass.service.validation import ApiError, check_model_id, check_storable, check_suffix, plain_reason
 from windlass.storage.sql import JobStatus
 from windlass.storage.sql.repositories import JobReport, MirroredEvent
 
@@ -57,7 +57,7 @@ _Object = Annotated[dict[str, Any], AfterValidator(_plain)]
 def error_text(error: ValidationError) -> str:
     """Returns the first field that is wrong, and why, in one line for a log."""
     first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
+    return f"{'.'.join(map(str, first['loc']))}: {plain_reason(first)}"[:300]
 
 
 class _Reported(BaseModel):

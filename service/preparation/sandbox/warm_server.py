@@ -9,12 +9,14 @@ import gc
 import importlib
 import json
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 _MOST_NBYTES = 1 << 16  # of an order
+_REST_S = 1.0  # seconds without an order after which the process looks at all that it holds
 DONE = b"done"  # the answer
 
 
@@ -38,9 +40,13 @@ def main(module: str) -> None:
     run: Callable[[Sequence[str]], None] = importlib.import_module(module).begin()
     while True:
         # What a step has left is looked at once, between two steps, and no more by Python's collector during the next.
-        gc.unfreeze()
         gc.collect()
         gc.freeze()
+        if not select.select([orders], [], [], _REST_S)[0]:
+            # What was there before may have become cycles that nothing uses. It takes longer to look at.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
         message, fds, _, _ = socket.recv_fds(orders, _MOST_NBYTES, 1)
         if not message:
             return

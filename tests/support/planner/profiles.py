@@ -7,7 +7,14 @@ from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.model_profile import BlockProfile, LayerProfile, ModelProfile, OperatorProfile, shared_of
 from windlass.planner.cost.rates import Speeds
-from windlass.planner.solver.planned_job import PlannedJob
+from windlass.planner.solver.planned_job import Limits, PlannedJob
+
+MIB = 2**20
+PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
+
+
+def limits(device_mib: float, host_mib: float, ssd_mib: float = 1e6) -> Limits:
+    return Limits(device_nbytes=device_mib * MIB, host_nbytes=host_mib * MIB, ssd_nbytes=ssd_mib * MIB)
 
 
 def operator(

@@ -16,7 +16,8 @@ const RESOURCES = {
 };
 const FATES = { kept: "kept on the device", swapped: "swapped", recomputed: "computed again" };
 
-const CHOICES = JSON.parse(byId("planner").dataset.choices); // the label and the meaning of each choice, by its name
+// The label and the meaning of each choice, by its name, for plans whose device is the CPU and for those with a GPU.
+const CHOICES = JSON.parse(byId("planner").dataset.choices);
 const shown = new Map(); // by prefix of the elements: the plan whose details they show; a new plan is a new object
 
 /** Shows a job's plan beside its measured values. Either is null if there is none yet. */
@@ -107,20 +108,26 @@ export function renderDetails(prefix, plan) {
   renderBusy(part("busy"), plan);
   const { num_microbatches: parts, group_size: together, gpus } = plan.choices ?? {};
   const groups = parts > 1 ? ` ${parts} micro-batches a step, ${together} of which go through the blocks together.` : "";
-  const devices = gpus > 1 ? ` ${gpus} GPUs.` : "";
+  const isCpu = isCpuPlan(plan);
+  const devices = gpus > 1 ? ` ${gpus} ${isCpu ? "devices" : "GPUs"}.` : "";
   const lengths = plan.example_tokens ? lengthsOf(plan.example_tokens) : "";
   setOptional(part("summary"), `${format.rate(plan.tokens_per_s)} tokens a second.${devices}${lengths}${groups}`);
   setItems(part("reasons"), plan.reasons);
-  const choices = Object.entries(plan.choices ?? {}).filter(([name]) => name in CHOICES);
+  const inWords = CHOICES[isCpu ? "cpu" : "gpu"];
+  const choices = Object.entries(plan.choices ?? {}).filter(([name]) => name in inWords);
   part("all-choices").hidden = choices.length === 0;
   fill(part("choices"), choices, ([name, value]) => {
     const row = make("tr");
-    const head = make("th", CHOICES[name].label);
+    const head = make("th", inWords[name].label);
     head.scope = "row";
-    row.append(head, make("td", choiceOf(value)), make("td", CHOICES[name].meaning));
+    row.append(head, make("td", choiceOf(value)), make("td", inWords[name].meaning));
     return row;
   });
 }
+
+/** Only a plan with a GPU tells apart what passes the host's memory. Plans of older releases do not. */
+const isCpuPlan = ({ busy_s: busy, peak_limit_gib: limits }) =>
+  busy != null && limits != null && !("host_memory" in busy);
 
 function choiceOf(value) {
   if (value === null || typeof value === "boolean") return value ? "yes" : "no";

@@ -42,7 +42,7 @@ const MORE = [
   { name: "accumulation_precision", label: "Gradient sums", kind: "select", initial: "fp32",
     options: ["fp32", "bf16", "fp16"], help: "The format in which gradients are summed: fp32, or the model's." },
   { name: "lanes", label: "Lanes", kind: "int", initial: null, empty: AUTO,
-    help: "Sums of micro-batches that are made separately. Empty: one for each GPU." },
+    help: "Sums of micro-batches that are made separately. Empty: one." },
   { name: "num_validation_examples", label: "Validation examples", kind: "int", initial: 0,
     params: ["num_validation_examples"], help: "Of a validation file. Evaluations take device memory, too." },
 ];
@@ -251,6 +251,7 @@ export class PlanForm {
       if (!isTyped) control.value = value ?? "";
     }
     this.#controls.get("clip_norm").control.disabled = this.#values.clip === "off";
+    this.#controls.get("gpu_memory").box.hidden = this.#values.machine_gpus === 0; // there is none
     const isEdited = MACHINE.some((field) => field.part && !this.#isInitial(field));
     setOptional(byId("try-machine-about"), isEdited ? null : this.machine?.description);
   }

@@ -16,7 +16,7 @@ const TIERS = { gpu: "GPU", host: "RAM", ssd: "SSDs" };
 const GIB = 2 ** 30;
 const ENOUGH_OTHER = "with enough of the other memory"; // the planner's words where this machine has too little of it
 const MIN_COMPARED = 10; // jobs of this machine from which on "nine of ten" is said
-const WHAT_IF_NOTE = "More RAM, one more SSD, a faster card and so on, each planned alone. It takes some seconds.";
+const WHAT_IF_NOTE = "More RAM, one more SSD, a faster card, other settings and so on, each planned alone. It takes some seconds.";
 const NO_ANSWER = "The service did not answer.";
 const GAIN_NOTE = "The largest gain comes first.";
 const BY_RATES_NOTE = " Times follow from this machine's rates until it is measured.";
@@ -309,11 +309,9 @@ function trendOf(before, plan) {
   return isNear(ratio) ? "" : ratio > 1 ? "better" : "worse";
 }
 
-function renderMemory({ peak_gib: peak, hardware, least_gpu_gib: least, least_gpu_reason: why }) {
+function renderMemory({ peak_gib: peak, peak_limit_gib: rooms, hardware, least_gpu_gib: least, least_gpu_reason: why }) {
   byId("try-memory-panel").hidden = !peak && least == null;
-  const { gpus, host, ssds } = hardware ?? {};
-  const rooms = hardware && { gpu: gpus.memory_gib, host: host.memory_gib, ssd: ssds.count * ssds.capacity_gib };
-  const tiers = peak && rooms ? Object.keys(TIERS).filter((tier) => peak[tier] != null && (tier !== "gpu" || gpus.count > 0)) : [];
+  const tiers = Object.keys(TIERS).filter((tier) => peak?.[tier] != null && (tier !== "gpu" || hardware.gpus.count > 0));
   fill(byId("try-memory"), tiers.map((tier) => [TIERS[tier], peak[tier], rooms[tier]]), ([name, used, room]) => {
     const item = make("li", "", used > room ? "warns" : "");
     const meter = make("progress");

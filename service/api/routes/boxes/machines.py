@@ -53,7 +53,8 @@ def list_machines(context: ContextDep) -> ListOf[MachineObject]:
 def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
     """Returns a machine. The name of a desktop may have sizes, such as `rtx4090:gpus=2,ram=128,ssds=2`.
 
-    Upper case, spaces and hyphens make no difference. RAM may have any size, in whole GiB, from 16 to 256.
+    Upper case, spaces and hyphens make no difference, and `2x RTX 4090` has two GPUs. RAM may have any size, in whole
+    GiB, from 16 to 256.
     """
     if machine == _MEASURED and (hardware := measured_hardware(context.settings)) is not None:
         return _shown(machine, hardware)

@@ -23,6 +23,7 @@ from windlass.planner.hardware.hardware import Hardware, example_machines
 from windlass.planner.hardware.model_shape import published_models
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import job_planning as plan_job
+from windlass.planner.planning import measuring_first
 from windlass.planner.profiling.block_times import MAX_S
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import disturbed_path
@@ -150,6 +151,19 @@ def test_plan_that_leaves_blocks_unmeasured_goes_by_rates_and_tells_how_long_the
     assert (by_blocks["times_from"], by_blocks["measuring_s"]) == ("blocks", None)
 
 
+def test_times_that_lack_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, lacking_times = [], measuring_first.lacking_times
+
+    def look_up(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return lacking_times(*arguments)
+
+    monkeypatch.setattr(measuring_first, "lacking_times", look_up)
+    found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **this_machine(tmp_path), leaves_unmeasured=True)
+    assert found["plan"]["measuring_s"] == 2 * MAX_S
+    assert len(asked) == 1
+
+
 def test_times_beside_which_a_job_computed_are_for_plans_beside_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +198,8 @@ def test_times_of_changes_are_measured_with_those_of_the_job(tmp_path: Path, mon
         "those of a batch twice as large"
     )
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
-    assert {row["key"] for row in found["plan"]["what_if"]} == {"ssds", "ram", "batch", "box"}
+    keys = {"ssds", "ram", "batch", "clip", "split_states", "bf16_states", "box"}
+    assert {row["key"] for row in found["plan"]["what_if"]} == keys
     assert [(model.num_examples, model.num_tokens) for model in measured] == [(2, 16), (1, 16), (4, 16), (2, 16)]
 
 

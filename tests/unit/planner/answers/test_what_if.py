@@ -1,4 +1,4 @@
-"""A job planned again with one more SSD, more RAM, another GPU or a larger batch."""
+"""A job planned again with one more SSD, more RAM, another GPU, a larger batch or another setting."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.planner.pretend_measurement import pretend_to_measure
 from windlass.amounts import GIB
+from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.answers import what_if
 from windlass.planner.answers.what_if import changes_of, with_what_if
@@ -22,6 +23,7 @@ from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
+from windlass.storage.ids import Precision, StatePrecision
 
 # Bound by its SSD: it holds all states, and writes slowly.
 CONFIG = config_of_shape(ModelShape(num_layers=2, hidden_size=512, num_heads=4, vocab_size=1000), num_tokens=256)
@@ -100,7 +102,7 @@ def test_a_job_that_does_not_fit_is_told_with_what_it_would() -> None:
     rows = {row.key: row for row in report.what_if or ()}
     assert (rows["ram"].feasible, rows["ram"].gain) == (True, None)
     assert not rows["ssds"].feasible
-    assert [row.feasible for row in report.what_if or ()] == [True, False, False, False, False]
+    assert [row.feasible for row in report.what_if or ()] == [True, *[False] * 7]
 
 
 def test_changes_are_of_one_thing_each() -> None:
@@ -113,7 +115,7 @@ def test_changes_are_of_one_thing_each() -> None:
     assert changes["card"].device_memory_nbytes == 28 * GIB
     assert changes["gpus"].hardware == machine_of("rtx4090:gpus=2,ssds=3")
     two = changes["gpus"]
-    assert (two.num_ranks, two.training.lanes, two.training.num_microbatches) == (2, 2, 2)
+    assert (two.num_ranks, two.training.lanes, two.training.num_microbatches) == (2, 1, 2)
     assert changes["batch"].training.batch_size == 8
 
 
@@ -126,7 +128,13 @@ def test_more_ram_of_a_desktop_is_as_fast_as_its_board_runs_it(ram: int, words: 
     assert change.question.hardware == machine_of(f"rtx4090:ram={ram + 64}")
 
 
-@pytest.mark.parametrize(("gpus", "words"), [(1, "one more GPU, 2 in all"), (2, "two more GPUs, 4 in all")])
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (1, "one more GPU, 2 in all (the link of each at 12.5 GB/s, now 25)"),
+        (2, "two more GPUs, 4 in all (the link of each at 6.2 GB/s, now 12.5)"),
+    ],
+)
 def test_change_says_how_many_gpus_more_there_are(gpus: int, words: str) -> None:
     asked = question(machine_of(f"rtx4090:gpus={gpus}"), num_ranks=gpus)
     asked = replace(asked, training=replace(asked.training, lanes=gpus, num_microbatches=gpus))
@@ -144,8 +152,45 @@ def test_a_cpu_has_no_faster_card() -> None:
     machine = machine_of("rtx4090")
     asked = question(with_part(machine, gpus=with_part(machine.gpus, count=0)))
     changes = list(changes_of(asked))
-    assert [change.key for change in changes] == ["ssds", "ram", "batch"]
+    assert [change.key for change in changes] == ["ssds", "ram", "batch", "clip", "split_states", "bf16_states"]
     assert all(change.question.pace is asked.pace for change in changes), "rows of one answer can be compared"
+
+
+@pytest.mark.parametrize(
+    ("setting", "keys"),
+    [
+        ({}, ["clip", "split_states", "bf16_states"]),
+        ({"clip_norm": None}, ["split_states", "bf16_states"]),
+        ({"state_precision": StatePrecision.SPLIT}, ["clip", "bf16_states"]),
+        ({"state_precision": StatePrecision.BF16}, ["clip"]),
+        ({"precision": Precision.FP16}, []),  # an overflow skips the step, so all gradients must be known
+        ({"precision": Precision.FP32}, ["clip"]),
+    ],
+)
+def test_settings_that_may_take_less_are_changes_with_what_they_give_up(
+    setting: dict[str, Any], keys: list[str]
+) -> None:
+    asked = question(machine_of("rtx4090")).changed(**setting)
+    words = {
+        "clip": "without gradient clipping (clip_norm: null, gradient_updates: auto): large gradients are not limited",
+        "split_states": "states in less space (state_precision: split), with the same results",
+        "bf16_states": "states in bf16 (state_precision), which is less exact",
+    }
+    found = {change.key: change for change in changes_of(asked) if change.key in words}
+    assert [(key, change.words) for key, change in found.items()] == [(key, words[key]) for key in keys]
+    assert all(change.question.hardware == asked.hardware for change in found.values())
+
+
+def test_job_without_clipping_updates_in_the_faster_order() -> None:
+    """As one that a request without clipping gets."""
+    clipped = question(machine_of("rtx4090"))
+    for order, then in (
+        (None, (UpdateOrder.ACTIVE, True)),
+        (UpdateOrder.AFTER_BACKWARD, (UpdateOrder.AFTER_BACKWARD, False)),
+    ):
+        (change,) = (each for each in changes_of(clipped.changed(update_order=order)) if each.key == "clip")
+        assert change.question.training.clip_norm is None
+        assert (change.question.training.update_order, change.question.chooses_order) == then
 
 
 def test_a_shared_limit_of_ssds_stays_and_is_told() -> None:
@@ -161,7 +206,7 @@ def test_each_planned_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     planned = Planned(report=PlanReport(feasible=False, reasons=()))
     with_what_if(question(small_desktop()), planned, tell=lambda number, total: told.append((number, total)))
-    assert told == [(number, 6) for number in range(6)]
+    assert told == [(number, 9) for number in range(9)]
 
 
 def on_cpu(**changes: Any) -> PlanQuestion:
@@ -181,7 +226,7 @@ def test_times_that_changes_lack_are_measured_before_they_are_planned_and_told(m
     planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0))
     with_what_if(on_cpu(), planned, watcher, tell=lambda number, _total: told.append(number))
     what = "the model's blocks with 4 examples of 256 tokens"
-    assert told == [(what, 0, 2), (what, 1, 2), 0, 1, 2, 3], "a batch twice as large has sums of gradients"
+    assert told == [(what, 0, 2), (what, 1, 2), *range(7)], "a batch twice as large has sums of gradients"
     assert len(measured) == 2
 
 
@@ -198,5 +243,6 @@ def test_changes_of_a_job_whose_blocks_stay_unmeasured_are_compared_with_it_by_r
     monkeypatch.setattr(what_if, "best_plans", lambda *_, **__: [])
     planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0, times_from="blocks"))
     report = with_what_if(on_cpu(leaves_unmeasured=True), planned).report
-    assert {row.key: row.gain for row in report.what_if or ()} == {"batch": 1.0, "ssds": 0.0, "ram": 0.0, "box": None}
+    same = dict.fromkeys(("ssds", "ram", "clip", "split_states", "bf16_states"), 0.0)
+    assert {row.key: row.gain for row in report.what_if or ()} == {"batch": 1.0, "box": None, **same}
     assert (report.tokens_per_s, report.measuring_s) == (10.0, 2 * MAX_S)

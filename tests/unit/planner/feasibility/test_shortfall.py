@@ -9,14 +9,21 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.unit.planner.planning.test_planner import MACHINE, answer, machine, question
+from tests.support.planner.questions import MACHINE, SHAPE, answer, machine, question
 from windlass.amounts import GIB, least_text
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.feasibility import remedies
 from windlass.planner.feasibility.feasibility import fits, least_memory_of, with_part
 from windlass.planner.feasibility.remedies import what_would_fit
-from windlass.planner.feasibility.shortfall import MEMORIES, Memory, Shortfall, least_gpu, shortfall_of
+from windlass.planner.feasibility.shortfall import (
+    MEMORIES,
+    Memory,
+    Shortfall,
+    least_gpu,
+    shortfall_of,
+    size_in_words,
+)
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_config import ShapeConfig
@@ -175,6 +182,14 @@ def test_job_fits_with_what_it_lacks_and_not_with_2_percent_less(
     assert shortfall.is_together == is_together
 
 
+def test_memory_with_which_a_job_does_not_fit_is_not_told() -> None:
+    """With so little host memory, all states would have to be on the GPU, for which programs count too much."""
+    config = ShapeConfig(shape=SHAPE.model_copy(update={"num_layers": 8}), num_tokens=512)
+    budgets = {"host_memory_nbytes": int(0.6 * GIB), "device_memory_nbytes": 2 * GIB}
+    asked = question(machine(), config=config, batch_size=4, num_microbatches=4, clip_norm=None, **budgets)
+    assert [tier for tier, nbytes in check_shortfall(asked).missing.items() if nbytes] == [MemoryTier.HOST]
+
+
 @pytest.mark.long
 @settings(max_examples=40)
 @given(data=st.data())
@@ -212,9 +227,30 @@ def test_each_kind_of_memory_has_one_figure(changes: dict[str, Any]) -> None:
     ((tier, nbytes),) = ((tier, nbytes) for tier, nbytes in report.missing_bytes.items() if nbytes)
     assert report.reasons[0].startswith(f"no plan fits; it lacks {least_text(nbytes)} of ")
     (words,) = (reason for reason in report.reasons if " GiB o" in reason and reason.startswith("it fits with "))
-    gib = float(words.removeprefix("it fits with ").split()[0]) * (2 if tier == "ssd" else 1)
+    gib = float(words.partition(" GiB o")[0].split()[-1].strip("(")) * (2 if tier == "ssd" else 1)
     (before,) = changes.values()
     assert (gib - before * (2 if tier == "ssd" else 1)) * GIB == pytest.approx(nbytes, abs=gib * GIB / 1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(1, "6 SSDs like this one (or one of 580 GiB)"), (3, "6 SSDs like these (or 193.4 GiB on each SSD)")],
+)
+def test_space_on_ssds_is_told_as_a_number_of_such_ssds(count: int, told: str) -> None:
+    asked = small(ssds=100)
+    asked = replace(asked, hardware=with_part(asked.hardware, ssds=with_part(asked.hardware.ssds, count=count)))
+    (memory,) = (memory for memory in MEMORIES if memory.tier is MemoryTier.SSD)
+    assert size_in_words(asked, memory, 580 * GIB) == told
+
+
+def test_job_fits_with_the_number_of_ssds_that_is_told() -> None:
+    asked = small(24, ssds=0.24)
+    told = next(reason for reason in answer(asked).reasons if "SSDs like these" in reason)
+    number = int(told.removeprefix("it fits with ").split()[0])
+    assert number > asked.hardware.ssds.count
+    for count in (number, number - 1):
+        other = replace(asked, hardware=with_part(asked.hardware, ssds=with_part(asked.hardware.ssds, count=count)))
+        assert fits(other, Profiles(other)) == (count == number)
 
 
 def test_changes_without_loss_of_exactness_come_first_and_memory_last() -> None:

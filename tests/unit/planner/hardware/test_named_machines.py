@@ -62,6 +62,12 @@ def test_a_name_says_the_sizes_in_any_order() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("GeForce RTX 3090:gpus=2", "rtx3090:gpus=2"),
         ("Rtx_5090 : RAM = 128, SSDs = 2", "rtx5090:ram=128,ssds=2"),
+        ("rtx4090:ram=96GB", "rtx4090:ram=96"),
+        ("rtx4090:RAM=96 GiB,ssd=2", "rtx4090:ram=96,ssds=2"),
+        ("2x RTX 4090", "rtx4090:gpus=2"),
+        ("2 × RTX-4090:ram=96", "rtx4090:gpus=2,ram=96"),
+        ("rtx 4090 x2", "rtx4090:gpus=2"),
+        ("RTX4090X2:ssds=2", "rtx4090:gpus=2,ssds=2"),
         ("RTX4090 Server", "rtx4090-server"),
         ("A100_40G_SERVER", "a100-40g-server"),
     ],
@@ -120,7 +126,8 @@ def test_a_published_machine_is_its_file() -> None:
     ("name", "words"),
     [
         ("rtx4080", "no machine is named rtx4080; did you mean rtx4090"),
-        ("nothing", "no machine is named nothing; there are the published a100-40g-server"),
+        ("nothing", "no machine is named nothing; there are desktops with rtx3090, rtx4090, rtx5090, in sizes as"),
+        ("a100", "no machine is named a100; did you mean a100-40g-server? There are desktops with"),
         ("RTX 4080", "no machine is named RTX 4080; did you mean rtx4090"),
         ("4090", "no machine is named 4090; did you mean rtx4090"),
         ("rtx4090:", "nothing follows the colon; write rtx4090:gpus=4,ram=256,ssds=4"),
@@ -128,12 +135,19 @@ def test_a_published_machine_is_its_file() -> None:
         ("rtx4090:ram=128,", "'' is not one of"),
         ("rtx4090:cpus=2", "'cpus=2' is not one of"),
         ("rtx4090:ram=128,ram=64", "ram is given twice"),
-        ("rtx4090:ram=15", "ram is '15'; there are whole numbers of GiB from 16 to 256"),
-        ("rtx4090:ram=257", "ram is '257'; there are whole numbers of GiB from 16 to 256"),
-        ("rtx4090:ram=64.5", "ram is '64.5'; there are whole"),
-        ("rtx4090:ram=" + "9" * 5000, "there are whole"),
+        ("rtx4090:ram=15", "ram=15 is not possible; ram may be a whole number of GiB from 16 to 256"),
+        ("rtx4090:ram=257", "ram=257 is not possible; ram may be a whole number of GiB from 16 to 256"),
+        ("rtx4090:ram=1TB", "ram=1tb is not possible; ram may be a whole number of GiB"),
+        ("rtx4090:ram=64.5", "ram=64.5 is not possible; ram may be a whole"),
+        ("rtx4090:ram=" + "9" * 5000, "ram may be a whole"),
         ("RTX 4090:RAM=128,ram=64", "ram is given twice"),
-        ("rtx4090:gpus=3", "gpus is '3'; there are 1, 2, 4"),
+        ("rtx4090:gpus=3", "gpus=3 is not possible; gpus may be 1, 2, 4"),
+        ("3x rtx4090", "gpus=3 is not possible; gpus may be 1, 2, 4"),
+        ("2x rtx4090:gpus=2", "gpus is given twice"),
+        ("2x RTX 4080", "no machine is named 2x RTX 4080; did you mean rtx4090"),
+        ("2x rtx4090-server", "rtx4090-server has one size"),
+        ("rtx 90", "no machine is named rtx 90"),
+        ("rtx5090 ram=96", "sizes follow a colon, as in rtx5090:gpus=4,ram=256,ssds=4"),
         ("rtx4090-server:ssds=2", "rtx4090-server has one size"),
         ("RTX4090 Server:ssds=2", "rtx4090-server has one size"),
     ],
@@ -158,7 +172,8 @@ def test_one_more_part_of_a_desktop_is_its_next_size() -> None:
     machine = machine_of("rtx5090:ram=128,ssds=3")
     assert with_more_ssds(machine, 1) == machine_of("rtx5090:ram=128,ssds=4")
     assert with_one_more_gpu(machine) == machine_of("rtx5090:gpus=2,ram=128,ssds=3")
-    assert with_one_more_gpu(with_one_more_gpu(machine)) == machine_of("rtx5090:gpus=4,ram=128,ssds=3")
+    assert with_one_more_gpu(machine_of("rtx5090:gpus=2,ram=128,ssds=3")) == machine_of("rtx5090:gpus=4,ram=128,ssds=3")
+    assert with_one_more_gpu(machine_of("rtx5090:gpus=4,ram=128,ssds=3")) is None
 
 
 def test_one_more_part_of_another_machine_is_like_the_others() -> None:

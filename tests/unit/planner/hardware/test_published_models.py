@@ -6,7 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from windlass.planner.hardware.model_shape import ModelShape, published_model, published_models, similar_models
+from windlass.planner.hardware.model_shape import (
+    ModelShape,
+    organization_of,
+    published_model,
+    published_models,
+    similar_models,
+)
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.profiling.model_profiler import config_of_shape
 
@@ -90,6 +96,9 @@ def test_parameters_are_about_those_of_the_paper(name: str) -> None:
     [
         ("llama-3.1-71b", "llama-3.1-70b"),
         ("mistral", "mistral-7b"),
+        ("gwen2.5-7b", "qwen2.5-7b"),
+        ("qwen-2.5-7b", "qwen2.5-7b"),
+        ("lama-3.1-8b", "llama-3.1-8b"),
     ],
 )
 def test_an_unknown_name_has_near_ones(name: str, near: str) -> None:
@@ -102,6 +111,7 @@ def test_a_model_is_known_by_its_name_on_the_hub(name: str) -> None:
     path = published_models()[name]
     hub_id = path.read_text().partition("\n")[0].removeprefix("# https://huggingface.co/")
     assert hub_id.count("/") == 1
+    assert organization_of(name) == hub_id.partition("/")[0]
     for written in (hub_id, hub_id.upper(), hub_id.rpartition("/")[2], name, name.upper()):
         assert published_model(written) == path
 
@@ -142,5 +152,27 @@ def test_a_path_is_no_name_of_a_published_model(path: str) -> None:
     assert published_model(path) is None
 
 
-def test_a_name_like_no_other_has_no_near_one() -> None:
-    assert similar_models("zzz") == []
+@pytest.mark.parametrize(
+    "name", ["zzz", "7b", "gemma-2-9b", "google/gemma-7b", "mixtral-8x7b", "microsoft/phi-4", "deepseek-llama-8b"]
+)
+def test_a_model_of_another_family_has_no_near_one(name: str) -> None:
+    assert similar_models(name) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("meta-lama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("Qwn/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+        ("mistral/Mistral-7B-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("meta-llama/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+    ],
+)
+def test_a_wrong_organization_is_refused_with_the_right_one(written: str, meant: str) -> None:
+    assert published_model(written) is None
+    assert similar_models(written) == [meant]
+    assert published_model(meant) is not None
+
+
+def test_a_copy_of_another_organization_has_the_same_shape() -> None:
+    assert published_model("unsloth/Llama-3.1-8B-Instruct") == published_models()["llama-3.1-8b"]

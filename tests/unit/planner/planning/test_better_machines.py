@@ -95,3 +95,33 @@ def test_more_of_a_resource_gives_no_slower_plan(case: int) -> None:
     if plain_s is not None:
         assert better_s is not None
         assert better_s <= _MOST * plain_s
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "batch_size", "num_tokens", "clip_norm"),
+    [
+        ("llama-3.1-8b", "rtx4090:ram=128", 16, 2048, 1.0),
+        pytest.param("llama-3.1-8b", "rtx5090:ram=128", 32, 2048, None, marks=pytest.mark.long),
+        pytest.param("qwen2.5-14b", "rtx5090:ram=256", 64, 1024, None, marks=pytest.mark.long),
+    ],
+)
+def test_four_ssds_give_no_slower_plan_than_one(
+    model: str, machine: str, batch_size: int, num_tokens: int, clip_norm: float | None
+) -> None:
+    """The best plans by the cost model let four SSDs be busy all the time, and wait for them."""
+    training = TrainingConfig(
+        batch_size=batch_size, sequence_length=num_tokens, clip_norm=clip_norm, total_steps=1, num_microbatches=1
+    )
+    question = PlanQuestion(
+        config=ShapeConfig(shape=load(ModelShape, published_models()[model]), num_tokens=num_tokens),
+        hardware=machine_of(f"{machine},ssds=1"),
+        training=training,
+        chooses_microbatches=True,
+        chooses_cut=True,
+        chooses_order=clip_norm is None,
+        kept_shapes=KEPT,
+    )
+    one_s, four_s = step_s(question), step_s(replace(question, hardware=machine_of(f"{machine},ssds=4")))
+    assert one_s is not None
+    assert four_s is not None
+    assert four_s <= one_s

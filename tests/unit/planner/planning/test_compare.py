@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.planner.planning.test_planner import MACHINE, question
+from tests.support.planner.questions import MACHINE, question
 from windlass.planner.baselines.system_stages import POLICIES, stage_times
 from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.planning import planner as planning

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.yaml_files import load
 from windlass.planner.planning import gpu_choice
 from windlass.planner.planning.gpu_choice import choose_gpus, in_words, numbers_of_gpus, plan_without_advice
-from windlass.planner.planning.simulated_search import best_plan, fastest_plan
+from windlass.planner.planning.planner import Planned
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.job_plan import ChangedInputs, JobPlan, PlanBounds, fewest_of_fastest
-from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
@@ -67,10 +68,10 @@ def test_numbers_with_less_work_for_each_gpu_are_planned(
     ("chosen", "rates", "most", "expected"),
     [
         (4, {1: 10.0, 2: 16.0, 4: 19.0}, 4, "4 GPUs: 1.9x of one; with 2 it would be 1.6x"),
-        (1, {1: 10.0, 2: 10.1}, 2, "one GPU, because more would not be faster; with 2 it would be 1x"),
+        (1, {1: 10.0, 2: 10.1}, 2, "one GPU, because more would hardly be faster; with 2 it would be 1.01x"),
         (1, {1: 10.0}, 1, "one GPU, because the job can have no more here"),
         (4, {2: 16.0, 4: 24.0}, 4, "4 GPUs: 1.5x of 2; the job does not fit with fewer than 2"),
-        (2, {2: 16.0}, 4, "2 GPUs: the job does not fit with fewer, and more would not be faster"),
+        (2, {2: 16.0}, 4, "2 GPUs: the job does not fit with fewer, and more would hardly be faster"),
     ],
 )
 def test_the_choice_is_told_with_what_other_numbers_would_give(
@@ -79,41 +80,39 @@ def test_the_choice_is_told_with_what_other_numbers_would_give(
     assert in_words(chosen, rates, most=most) == expected
 
 
+def test_the_choice_names_the_lanes_of_the_job_that_one_gpu_would_compute_too() -> None:
+    rates = {1: 10.0, 2: 16.0, 4: 20.0}
+    assert in_words(4, rates, most=4, lanes=3) == "4 GPUs: 2x of one with 3 lanes; with 2 it would be 1.6x"
+
+
 @pytest.mark.parametrize(
-    ("chosen", "alone", "lanes", "expected"),
+    ("step_s", "chosen", "told"),
     [
-        (4, 12.5, 1, "4 GPUs: 1.6x of one; with 2 it would be 1.3x"),
-        (4, None, 4, "4 GPUs: 2x of one with 4 lanes; with 2 it would be 1.6x"),
-        (4, 10.0, 3, "4 GPUs: 2x of one with 3 lanes; with 2 it would be 1.6x"),
-        (
-            1,
-            12.5,
-            1,
-            "one GPU, because more would not be faster; with 2 it would be 1.6x; with 4 it would be 2x; "
-            "a job for one GPU has one lane, and would be 1.2x",
-        ),
+        ({1: (9.0, 10.0), 2: (11.0, 9.9)}, 1, "one GPU, because more would hardly be faster; with 2 it would be 0.91x"),
+        ({1: (9.0, 10.0), 2: (9.1, 7.0)}, 2, "2 GPUs: 1.3x of one"),
     ],
 )
-def test_numbers_are_compared_with_one_gpu_by_itself_or_the_lanes_of_the_other_are_told(
-    chosen: int, alone: float | None, lanes: int, expected: str
+def test_one_gpu_is_chosen_where_it_is_faster_with_its_own_number_of_microbatches(
+    step_s: dict[int, tuple[float, float]], chosen: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = {1: 10.0, 2: 16.0, 4: 20.0}
-    assert in_words(chosen, rates, most=4, alone=alone, lanes=lanes) == expected
+    """`step_s`: by number of GPUs, with the number of micro-batches that is best for one and with that for two."""
 
+    def timed(asked: PlanQuestion, *_: object) -> Any:
+        number = asked.num_ranks if asked.chooses_microbatches else asked.training.num_microbatches
+        return SimpleNamespace(num_microbatches=number, cut=None), None, step_s[asked.num_ranks][number - 1]
 
-def test_job_with_a_lane_for_each_gpu_is_compared_with_a_job_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_formula(asked: PlanQuestion, profiles: Profiles, _: object) -> Any:
-        return *best_plan(asked, profiles), None
+    def planned(asked: PlanQuestion, job: Any, *_: object, step_s: float, advises: bool) -> Planned:
+        choices = {"gpus": asked.num_ranks, "num_microbatches": job.num_microbatches}
+        return Planned(report=PlanReport(feasible=True, reasons=("",), tokens_per_s=1 / step_s, choices=choices))
 
-    monkeypatch.setattr(gpu_choice, "fastest_plan", by_formula)
-    asked = replace(question(num_ranks=2, tflops=0.5).changed(lanes=2), kept_shapes=KeptShapes())
+    monkeypatch.setattr(gpu_choice, "fastest_plan", timed)
+    monkeypatch.setattr(gpu_choice, "planned", planned)
+    asked = replace(question(num_ranks=2), chooses_microbatches=True)
     found = choose_gpus(asked)
-    best, (with_lanes,) = found.planned.report, [other.report for other in found.others]
-    one = replace(asked.changed(lanes=1), num_ranks=1, chooses_ranks=False)
-    alone = plan_without_advice(one, Profiles(one)).report
-    ratio, with_equal_lanes = (best.tokens_per_s / each.tokens_per_s for each in (alone, with_lanes))
-    assert best.reasons[1] == f"2 GPUs: {ratio:.2g}x of one"
-    assert f"{ratio:.2g}" != f"{with_equal_lanes:.2g}"
+    choices = found.planned.report.choices
+    assert choices is not None
+    assert (choices["gpus"], choices["num_microbatches"], found.planned.report.reasons[1]) == (chosen, chosen, told)
+    assert plan_without_advice(asked, Profiles(asked)).report.choices == choices
 
 
 def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:

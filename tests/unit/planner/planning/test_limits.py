@@ -1,21 +1,26 @@
 """The extreme numbers for which a job fits."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from tests.unit.planner.planning.test_planner import machine, question
-from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.planner.feasibility.feasibility import fits, with_part
+from tests.support.planner.questions import machine, question
+from windlass.planner.feasibility.feasibility import fits
 from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware.named_machines import machine_of, with_more_ssds
 from windlass.planner.planning import limits
 from windlass.planner.planning.limits import find
-from windlass.planner.planning.simulated_search import best_plan
+from windlass.planner.planning.simulated_search import fastest_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.solver.bisection import Goal
+from windlass.planner.solver.placement_search import DoesNotFitError
 
 # The SSDs are the limit here: model states, and activations that fit nowhere else.
 SMALL = machine(gpus=3, host=5, ssds=3.2)
@@ -88,6 +93,60 @@ def test_more_layers_are_more_params() -> None:
     assert found.num_params == profile.with_num_layers(found.number).numel
 
 
+@pytest.mark.parametrize(
+    ("steps", "slack", "expected"),
+    [
+        ({1: 16.84, 2: 16.67, 3: 16.83, 4: 17.03}, 0.02, 1),  # more SSDs may make a simulated step a little longer
+        ({1: 20.0, 2: 17.2, 3: 17.5, 4: 17.0}, 0.02, 2),
+        ({1: math.inf, 2: 18.0, 3: 17.5, 4: 17.0}, 0.02, 4),
+        ({1: math.inf, 2: 18.0, 3: 17.5, 4: 17.0}, 0.1, 2),
+        ({1: 17.0, 2: 17.0, 3: 17.0, 4: math.inf}, 0.02, 0),
+    ],
+)
+def test_fewest_ssds_are_found_where_steps_do_not_become_shorter_with_each(
+    steps: dict[int, float], slack: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(asked: PlanQuestion, _: Profiles) -> Any:
+        step_s = steps[asked.hardware.ssds.count]
+        if step_s == math.inf:
+            raise DoesNotFitError(dict)
+        bound_s = min(step_s for number, step_s in steps.items() if number <= asked.hardware.ssds.count)
+        return None, SimpleNamespace(step_s=bound_s), step_s
+
+    monkeypatch.setattr(limits, "fastest_plan", step)
+    monkeypatch.setattr(limits, "best_plan", lambda asked, profiles: step(asked, profiles)[:2])
+    hardware = machine_of("rtx4090:ssds=4")
+    asked = question(hardware)
+    found, then = limits._fewest(
+        asked,
+        Profiles(asked),
+        lambda number: with_more_ssds(hardware, number - 4),
+        4,
+        slack,
+        first=limits._first_of_each,
+    )
+    assert found == expected
+    assert then.hardware == (machine_of(f"rtx4090:ssds={expected}") if expected else hardware)
+
+
+@given(least=st.integers(1, 20), num_more=st.integers(0, 60), enough=st.sets(st.integers(1, 80)))
+def test_search_in_many_numbers_ends_at_one_that_is_enough_after_one_that_is_not(
+    least: int, num_more: int, enough: set[int]
+) -> None:
+    most, tried = least + num_more, set[int]()
+
+    def is_enough(number: int) -> bool:
+        tried.add(number)
+        return number in enough
+
+    found = limits._first_of_many(is_enough, least, most)
+    assert least <= found <= most
+    assert found in enough or found == most
+    assert found - 1 not in enough or found == least
+    assert not tried or max(tried) < most
+    assert len(tried) <= 2 * num_more.bit_length()
+
+
 @pytest.mark.long
 def test_no_more_ssds_than_are_worth_it() -> None:
     slow = machine(host=6, gpus=4)
@@ -95,10 +154,10 @@ def test_no_more_ssds_than_are_worth_it() -> None:
     fewer = find(question(slow), Goal.FEWEST_SSDS, slack=1.0)
     assert 1 <= fewer.number < few.number <= slow.ssds.count
     assert few.planned is not None
-    _, best = best_plan(question(slow), Profiles(question(slow)))
-    with_few = question(with_part(slow, ssds=with_part(slow.ssds, count=few.number)))
-    _, enough = best_plan(with_few, Profiles(with_few))
-    assert enough.step_s <= 1.02 * best.step_s
+    assert few.planned.report.step_s is not None
+    assert few.planned.report.step_s <= 1.02 * simulated_s(question(slow))
+    one_less = question(with_more_ssds(slow, few.number - 1 - slow.ssds.count))
+    assert simulated_s(one_less) > 1.02 * simulated_s(question(slow))
 
 
 @pytest.mark.long
@@ -107,11 +166,15 @@ def test_no_more_memory_than_is_worth_it() -> None:
     assert found.planned is not None
     assert found.planned.report.peak_gib is not None
     assert found.planned.report.peak_gib["host"] <= found.number < 764
-    _, best = best_plan(question(), Profiles(question()))
-    with_little = question(machine(host=found.number))
-    _, enough = best_plan(with_little, Profiles(with_little))
-    assert enough.step_s <= 1.02 * best.step_s
-    assert best.nbytes[MemoryTier.HOST] > 0
+    assert found.planned.report.step_s is not None
+    assert found.planned.report.step_s <= 1.02 * simulated_s(question())
+    assert simulated_s(question(machine(host=found.number - 1))) > 1.02 * simulated_s(question())
+
+
+def simulated_s(asked: PlanQuestion) -> float:
+    step_s = fastest_plan(asked, Profiles(asked))[2]
+    assert step_s is not None
+    return step_s
 
 
 def test_find_for_job_that_never_fits_finds_nothing() -> None:

@@ -1,71 +1,32 @@
 """Plans of jobs that do not exist yet, on machines that are only described."""
 
-import itertools
-import math
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.papers.published.models import RATEL_SHAPES
+from tests.support.planner.questions import MACHINE, SHAPE, answer, machine, question
 from windlass.amounts import GIB
 from windlass.engine.memory_plan.allocator_reserve import allocatable_nbytes, reserved_nbytes
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.update_order import UpdateOrder
 from windlass.engine.optimizer.scratch_sizes import update_scratch_nbytes
-from windlass.engine.training_config.training_config import TrainingConfig
 from windlass.planner.cost.rates import speeds_of
 from windlass.planner.feasibility import feasibility
 from windlass.planner.feasibility.feasibility import with_part
-from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds, example_machines
+from windlass.planner.hardware.hardware import Gpus, Hardware, Host, Pcie, Ssds
 from windlass.planner.hardware.model_shape import ModelShape, published_models
 from windlass.planner.hardware.named_machines import machine_of
 from windlass.planner.hardware.yaml_files import load
-from windlass.planner.planning import planner as planning
 from windlass.planner.planning import simulated_search
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import Profiler
-from windlass.planner.question.exact_search import counted, solve_exactly
+from windlass.planner.question.exact_search import search_exactly
 from windlass.planner.question.kept_shapes import KeptShapes
 from windlass.planner.question.profiles import Profiles, planned_job
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.question.report import PlanReport
 from windlass.planner.solver.memory_limits import DRIVER_NBYTES, limits_of, processes_nbytes
-from windlass.planner.solver.placement_search import search
-from windlass.planner.solver.solution import Solution
 from windlass.storage.ids import Precision, StatePrecision
-
-SHAPE = ModelShape(
-    num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=4, intermediate_size=5632, vocab_size=32000
-)
-MACHINE = load(Hardware, example_machines()["rtx4090-server"])
-
-
-def machine(**memory_gib: float) -> Hardware:
-    """The example machine with less memory: `host`, `gpus` in GiB, `ssds` each."""
-    changes = {}
-    for part, gib in memory_gib.items():
-        key = "capacity_gib" if part == "ssds" else "memory_gib"
-        changes[part] = getattr(MACHINE, part).model_copy(update={key: gib})
-    return MACHINE.model_copy(update=changes)
-
-
-def question(hardware: Hardware = MACHINE, **changes: Any) -> PlanQuestion:
-    """A question. `changes`: its fields or those of its training config.
-
-    Without a number of micro-batches, the planner chooses one.
-    """
-    names = [field.name for field in fields(TrainingConfig)]
-    settings: dict[str, Any] = {"batch_size": 8, "sequence_length": 512, "total_steps": 1}
-    settings |= {name: changes.pop(name) for name in names if name in changes}
-    options = {"config": ShapeConfig(shape=SHAPE, num_tokens=512), **changes}
-    chooses = "num_microbatches" not in settings
-    return PlanQuestion(hardware=hardware, training=TrainingConfig(**settings), chooses_microbatches=chooses, **options)
-
-
-def answer(asked: PlanQuestion) -> PlanReport:
-    return planning.answer(asked).report
 
 
 def test_a_plan_says_what_a_step_takes_and_needs() -> None:
@@ -95,90 +56,6 @@ def test_a_plan_says_what_a_step_takes_and_needs() -> None:
         assert (run["rest"] == "recomputed") == (sizes[2] > 0)
         assert (run["input"] == "swapped" or "swapped" in run or run["rest"] == "swapped") == (sizes[1] > 0)
     assert "bound by" in report.reasons[0]
-
-
-@pytest.mark.parametrize("has_gpu", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_promise_is_the_simulated_step_of_the_fastest(has_gpu: bool) -> None:
-    hardware = machine(host=8)
-    if not has_gpu:
-        hardware = with_part(hardware, gpus=with_part(hardware.gpus, count=0))
-    few_layers = ShapeConfig(shape=SHAPE.model_copy(update={"num_layers": 4}), num_tokens=512)
-    asked = question(hardware, config=few_layers)
-    profiles = Profiles(asked)
-    _, fastest, step_s = simulated_search.fastest_plan(asked, profiles)
-    _, least_bound = simulated_search.best_plan(asked, profiles)
-    assert step_s is not None
-    assert fastest.step_s >= least_bound.step_s * (1 - 1e-3)
-
-    assert step_s == simulated_search.promised_step_s(asked, profiles, fastest)
-    assert step_s <= simulated_search.promised_step_s(asked, profiles, least_bound)
-    report = answer(asked)
-    assert (report.step_s, report.bound_s) == (step_s, fastest.step_s)
-
-
-@pytest.mark.long
-def test_plans_swap_less_to_the_ssds_where_compute_would_wait_for_them() -> None:
-    """By the cost model alone both are busy all the time. Simulated, each waits for the other."""
-    hardware = with_part(machine(host=32), ssds=with_part(MACHINE.ssds, count=4))
-    few_layers = ShapeConfig(shape=RATEL_SHAPES[6].model_copy(update={"num_layers": 12}), num_tokens=1024)
-    asked = question(
-        hardware, config=few_layers, batch_size=32, sequence_length=1024, num_microbatches=2, clip_norm=None
-    ).changed(commit_minutes=0.0)
-    profiles = Profiles(asked)
-    _, least_bound = simulated_search.best_plan(asked, profiles)
-    _, fastest, step_s = simulated_search.fastest_plan(asked, profiles)
-    busy_s = simulated_search.promised_step_s(asked, profiles, least_bound)
-    assert step_s is not None
-    assert step_s < 0.95 * busy_s
-    assert fastest.placement.ssd_activation_nbytes < least_bound.placement.ssd_activation_nbytes
-    assert counted(asked, profiles, fastest)[1] <= 0
-
-
-def test_kept_gradients_are_planned_where_updates_during_the_backward_pass_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few_layers = ShapeConfig(shape=SHAPE.model_copy(update={"num_layers": 2}), num_tokens=512)
-    asked = question(machine(host=8), config=few_layers, clip_norm=None, num_microbatches=2, chooses_order=True)
-
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        return solution.step_s * (1000 if solution.costs.job.update_order is UpdateOrder.ACTIVE else 1)
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    job, fastest, _ = simulated_search.fastest_plan(asked, Profiles(asked))
-    assert job.update_order is fastest.costs.job.update_order is UpdateOrder.KEPT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [6, 13])
-def test_a_step_without_clipping_is_not_slower_in_the_simulation(size: int) -> None:
-    shape = ShapeConfig(shape=RATEL_SHAPES[size], num_tokens=1024)
-    clipped = question(config=shape, sequence_length=1024)
-    free = question(config=shape, sequence_length=1024, clip_norm=None, chooses_order=True)
-    profiles = Profiles(clipped)
-    clipped_s, free_s = (simulated_search.fastest_plan(asked, profiles)[2] for asked in (clipped, free))
-    assert clipped_s is not None
-    assert free_s is not None
-    assert free_s <= clipped_s
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("billions", "host_gib", "num_ssds"), [(13, 64, 2), (70, 128, 2), (70, 128, 8), (70, 128, 12), (175, 256, 12)]
-)
-def test_a_simulated_step_is_hardly_longer_than_the_bound_it_was_chosen_by(
-    billions: int, host_gib: int, num_ssds: int
-) -> None:
-    """Errors of the cost model would make the simulated step several times longer than its bound."""
-    hardware = machine(host=host_gib)
-    hardware = with_part(hardware, ssds=with_part(hardware.ssds, count=num_ssds))
-    config = ShapeConfig(shape=RATEL_SHAPES[billions], num_tokens=1024)
-    asked = question(hardware, config=config, batch_size=32, sequence_length=1024)
-    profiles = Profiles(asked)
-    for number in (4, 32):
-        job = profiles.job(asked, number)
-        found = search((job,), asked.speeds, asked.limits, num_others=3, near=0.02)
-        for solution in [found.best, *found.others][:4]:
-            assert simulated_search.promised_step_s(asked, profiles, solution) < 1.4 * solution.step_s
 
 
 @pytest.mark.long
@@ -219,7 +96,7 @@ def test_device_need_with_validation_examples_has_room_for_an_evaluation() -> No
     config = ShapeConfig(shape=ModelShape(num_layers=1, hidden_size=256, num_heads=4, vocab_size=100), num_tokens=512)
     asked = question(config=config, batch_size=64, num_microbatches=64)
     profiles = Profiles(asked)
-    solution = solve_exactly(asked, 64, profiles)
+    solution = search_exactly(asked, (64,), profiles).best
     plan = replace(solution.plan, group_size=1, num_groups=64)
     one_by_one, job = replace(solution, plan=plan), profiles.job(asked, 64)
     hidden_nbytes = 512 * 256 * 2
@@ -243,7 +120,7 @@ def test_device_need_of_a_tied_model_has_room_to_round_a_sum_in_place() -> None:
         tied = shape.model_copy(update={"tied_embeddings": is_tied})
         asked = question(config=ShapeConfig(shape=tied, num_tokens=512), num_microbatches=1)
         profiles = Profiles(asked)
-        solution = solve_exactly(asked, 1, profiles)
+        solution = search_exactly(asked, (1,), profiles).best
         constants.append(profiles.device_need(asked, profiles.job(asked, 1), solution).constants_nbytes)
     numels = [block.numel for block in profiles.layout.blocks]
     # And for parts of a gradient in fp32, which a CPU adds to that sum.
@@ -255,7 +132,7 @@ def test_device_need_on_a_gpu_has_room_for_an_update_that_is_not_compiled() -> N
     asked = question(config=config)
     on_cpu = replace(asked, hardware=with_part(MACHINE, gpus=with_part(MACHINE.gpus, count=0)))
     profiles = Profiles(asked)
-    solution = solve_exactly(asked, 1, profiles)
+    solution = search_exactly(asked, (1,), profiles).best
     job = profiles.job(asked, 1)
 
     def more_nbytes(*device_blocks: int) -> int:
@@ -430,158 +307,6 @@ def test_what_would_fit_leaves_out_gpus_without_a_micro_batch() -> None:
     asked = question(machine(gpus=1.62), num_ranks=4, batch_size=8, num_microbatches=8, lanes=4)
     assert asked.changed(batch_size=2, num_microbatches=2).num_ranks == 2
     assert asked.changed(sequence_length=64).num_ranks == 4
-
-
-def test_no_plan_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of several kinds may become the same one, because free memory goes to deeper queues."""
-    few_layers = ShapeConfig(shape=SHAPE.model_copy(update={"num_layers": 2}), num_tokens=512)
-    asked = question(machine(host=8), config=few_layers, clip_norm=None, num_microbatches=2, chooses_order=True)
-    plans = []
-
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        job = solution.costs.job
-        plans.append((job.num_microbatches, job.update_order, solution.placement, solution.plan))
-        return 2 * solution.step_s
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    simulated_search.fastest_plan(asked, Profiles(asked))
-    assert plans
-    assert all(one != other for one, other in itertools.combinations(plans, 2))
-
-
-def test_a_simulation_that_ended_early_counts_for_no_larger_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says only that the step takes longer than its limit. A whole simulation counts for all."""
-    asked = question(machine(host=8), batch_size=8, num_microbatches=2)
-    profiles = Profiles(asked)
-    solution = solve_exactly(asked, 2, profiles)
-    whole_s = 2 * solution.step_s
-    limits_s = []
-
-    def promised_step_s(*_: object, most_s: float) -> float:
-        limits_s.append(most_s / whole_s)
-        return min(whole_s, 1.001 * most_s)
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    simulations = simulated_search._Simulations(question=asked, profiles=profiles, watcher=simulated_search.NOBODY)
-
-    def step_s(share: float) -> float:
-        return simulations.step_of(solution, share * whole_s)
-
-    assert step_s(0.8) < 0.9 * whole_s
-    assert step_s(0.7) < 0.9 * whole_s
-    assert len(limits_s) == 1
-    assert step_s(1.1) == whole_s
-    assert step_s(math.inf) == whole_s
-    assert len(limits_s) == 2
-
-
-def test_a_far_slower_plan_with_the_smallest_bound_does_not_hide_a_faster_one_of_its_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = question(machine(host=8), batch_size=8, clip_norm=None, chooses_order=True)
-    kept_s = itertools.chain((2e3, 9e2), itertools.repeat(3e3))
-
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        return next(kept_s) if solution.costs.job.update_order is UpdateOrder.KEPT else 1e3
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    assert simulated_search.fastest_plan(asked, Profiles(asked))[2] == 9e2
-
-
-def test_plans_of_both_places_of_kept_gradients_are_tried_with_fewer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ShapeConfig(shape=load(ModelShape, published_models()["llama-3.1-70b"]), num_tokens=1024)
-    asked = question(config=config, batch_size=64, sequence_length=1024, clip_norm=1.0, kept_shapes=KeptShapes())
-    tried = []
-
-    def with_fewer_waits(busy: Solution, simulations: simulated_search._Simulations) -> tuple[Solution, float]:
-        tried.append(busy.costs.spills)
-        return busy, simulations.step_of(busy)
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", lambda _, __, solution, **___: 1.2 * solution.step_s)
-    monkeypatch.setattr(simulated_search, "_with_fewer_waits", with_fewer_waits)
-    simulated_search.fastest_plan(asked, Profiles(asked))
-    assert len(tried) == len(set(tried)) == 2
-
-
-@pytest.mark.parametrize("spills", [False, True])
-@pytest.mark.parametrize("order", [UpdateOrder.ACTIVE, UpdateOrder.KEPT])
-def test_the_other_place_of_kept_gradients_is_tried_whatever_order_the_smallest_bound_has(
-    spills: bool, order: UpdateOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def plan(order: UpdateOrder, spills: bool) -> SimpleNamespace:
-        job = SimpleNamespace(update_order=order, keeps_grads=order.keeps_grads)
-        return SimpleNamespace(costs=SimpleNamespace(job=job, spills=spills), step_s=1.0)
-
-    fastest, wanted = (plan(UpdateOrder.KEPT, spills), 1.05), []
-    best = fastest[0] if order is UpdateOrder.KEPT else plan(order, spills=False)
-    found = SimpleNamespace(best=best, of_kind=lambda order, spills, _: wanted.append((order, spills)))
-    monkeypatch.setattr(simulated_search, "_search", lambda *_, **__: found)
-    monkeypatch.setattr(simulated_search, "_fastest_of", lambda *_: fastest)
-    monkeypatch.setattr(simulated_search, "_with_fewer_waits", lambda *_: fastest)
-    simulated_search.fastest_plan(question(clip_norm=None, chooses_order=True), SimpleNamespace())  # type: ignore[arg-type]
-    assert wanted == [(UpdateOrder.KEPT, not spills), (UpdateOrder.ACTIVE, None)]
-
-
-@pytest.mark.parametrize("kept_share", [2.0, 1.01])
-def test_plans_of_which_none_is_faster_are_not_simulated(kept_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that take equally long show what bounds all of them."""
-    asked = question(machine(host=8), batch_size=8, clip_norm=None, chooses_order=True)
-    orders = []
-
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        order = solution.costs.job.update_order
-        orders.append(order)
-        return 1e3 * (kept_share if order is UpdateOrder.KEPT else 1.0)
-
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    simulated_search.fastest_plan(asked, Profiles(asked))
-    # The third one has more slots for states, and in the fourth one more gradients may wait for their update. The last
-    # two use the links less.
-    assert orders.count(UpdateOrder.ACTIVE) == 6
-    assert orders.count(UpdateOrder.KEPT) == (2 if kept_share > 1.1 else 5)
-
-
-def test_plan_whose_links_are_busy_all_the_time_is_tried_with_idle_ones() -> None:
-    """By the bound, all activations that fit into host memory are swapped: a step of 3.35 s, and 3.9 by simulation."""
-    asked = on_a_desktop("gpt2-xl", "rtx3090:ram=128,ssds=4", batch_size=16, clip_norm=1.0)
-    _, solution, step_s = simulated_search.fastest_plan(asked, Profiles(asked))
-    best = simulated_search.best_plan(asked, Profiles(asked))[1]
-    assert step_s is not None
-    assert best.step_s < solution.step_s < step_s < 1.07 * best.step_s
-    assert solution.busy_s["d2h"] < 0.7 * best.busy_s["d2h"]
-
-
-def test_plan_that_updates_meanwhile_has_room_for_gradients_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the bound two blocks are enough, and by simulation such plans wait. Those with more cost little more."""
-    asked = on_a_desktop("qwen2.5-32b", "rtx3090:ram=128,ssds=4", batch_size=8, clip_norm=None)
-    simulated = []
-
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        simulated.append(solution.placement.num_passing_blocks)
-        return solution.step_s
-
-    assert simulated_search.best_plan(asked, Profiles(asked))[1].placement.num_passing_blocks == 2
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    simulated_search.fastest_plan(asked, Profiles(asked))
-    assert simulated[0] == 8
-    assert simulated[-1] == 2  # its bound is smaller
-
-
-def on_a_desktop(model: str, desktop: str, **training: Any) -> PlanQuestion:
-    """The question for 1024 tokens an example, with everything left to the planner."""
-    config = ShapeConfig(shape=load(ModelShape, published_models()[model]), num_tokens=1024)
-    told = {"sequence_length": 1024, "chooses_order": True, "chooses_cut": True, "kept_shapes": KeptShapes()}
-    return question(machine_of(desktop), config=config, **told, **training)
-
-
-@pytest.mark.long
-def test_program_whose_presolve_does_not_end_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = machine_of("rtx4090:gpus=1,ram=128,ssds=2")
-    hardware = with_part(hardware, host=with_part(hardware.host, memory_gib=0.8 * hardware.host.memory_gib))
-    config = ShapeConfig(shape=load(ModelShape, published_models()["llama-3.1-8b"]), num_tokens=1024)
-    asked = question(hardware, config=config, sequence_length=1024, clip_norm=None, chooses_order=True)
-    monkeypatch.setattr(simulated_search, "promised_step_s", lambda _, __, solution, **___: 1.05 * solution.step_s)
-    simulated_search.fastest_plan(asked, Profiles(asked))
 
 
 def llama_8b(**settings: Any) -> PlanQuestion:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.planner.questions import MACHINE, question
 from tests.support.training import has_direct_io, make_partition, make_spec
 from tests.unit.actors.job.test_device_memory_check import Found
-from tests.unit.planner.planning.test_planner import MACHINE, question
 from windlass.actors.job.context import make_context
 from windlass.actors.job.device_memory_check import device_need_of_job
 from windlass.actors.job.spec import JobSpec
@@ -30,7 +30,7 @@ from windlass.planner.planning.job_planning import plan_job, question_of
 from windlass.planner.planning.planner import planned
 from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
-from windlass.planner.question.exact_search import solve_exactly
+from windlass.planner.question.exact_search import search_exactly
 from windlass.planner.question.plan_request import PlanRequest
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -55,7 +55,7 @@ def short(*, lengths: ExampleLengths | None = None, **changes: Any) -> PlanQuest
 
 def solved(asked: PlanQuestion) -> tuple[float, int]:
     """The minimum seconds of a step, and the job's bytes on the device."""
-    solution = solve_exactly(asked, 2, Profiles(asked))
+    solution = search_exactly(asked, (2,), Profiles(asked)).best
     return solution.step_s, solution.nbytes[MemoryTier.DEVICE]
 
 
@@ -92,7 +92,7 @@ def test_one_long_example_decides_the_memory_and_not_the_time() -> None:
     assert of_short[0] < of_rare[0] < 2 * of_short[0] < of_limit[0]
     # The best activation choices differ, so memory is compared under one plan.
     profiles = Profiles(rare)
-    solution = solve_exactly(rare, 2, profiles)
+    solution = search_exactly(rare, (2,), profiles).best
     needs = [profiles.device_need(each, profiles.job(each, 2), solution) for each in (rare, short())]
     assert needs[0] == needs[1]
 
@@ -118,7 +118,7 @@ def test_validation_examples_that_are_longer_count() -> None:
     asked = short(lengths=SHORT)
     longer = short(lengths=replace(SHORT, longest_validation=2048, num_validation_examples=3))
     profiles = Profiles(asked)
-    job, solution = profiles.job(asked, 2), solve_exactly(asked, 2, profiles)
+    job, solution = profiles.job(asked, 2), search_exactly(asked, (2,), profiles).best
     needs = [profiles.device_need(each, job, solution) for each in (asked, longer)]
     assert [need.moment.direction is Pass.EVALUATE for need in needs] == [False, True]
     assert solved(longer)[1] >= needs[1].nbytes > needs[0].nbytes
@@ -128,7 +128,7 @@ def test_validation_examples_that_are_longer_count() -> None:
 def test_advice_on_length_uses_lengths_of_real_examples() -> None:
     data = ExampleLengths(longest=128, mean=100.0, mean_square=11_000.0)
     asked = short(lengths=data, batch_size=1, num_microbatches=1)
-    nbytes = solve_exactly(asked, 1, Profiles(asked)).nbytes[MemoryTier.DEVICE]
+    nbytes = search_exactly(asked, (1,), Profiles(asked)).best.nbytes[MemoryTier.DEVICE]
     # A limit of three quarters of 2048 tokens would change nothing: the longest example has 128.
     words = _smaller(replace(asked, device_memory_nbytes=nbytes // 2), Profiles(asked))
     assert words is None or int(words.split()[-2]) < 128

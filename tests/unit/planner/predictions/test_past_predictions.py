@@ -1,5 +1,6 @@
 """The predictions of finished jobs are stored once a job, by the source of their times."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,3 +30,16 @@ def test_only_the_last_predictions_are_kept_and_broken_lines_are_left_out(tmp_pa
     (path,) = tmp_path.iterdir()
     path.write_text('{"job_id": "x"}\n[1]\nnot json\n' + path.read_text() + '{"predicted_s": 1')
     assert len(past.errors(TimesFrom.BLOCKS)) == 50
+
+
+def test_predictions_of_another_version_say_nothing_of_new_ones(tmp_path: Path) -> None:
+    past = PastPredictions(folder=tmp_path)
+    past.add(ONE)
+    (path,) = tmp_path.iterdir()
+    values = json.loads(path.read_text())
+    older = {key: value for key, value in values.items() if key != "version"}
+    path.write_text(f"{json.dumps(older)}\n{json.dumps(values | {'version': values['version'] + 1})}\n")
+    assert past.errors(TimesFrom.BLOCKS) == []
+    past.add(replace(ONE, job_id="ftjob-2", measured_s=3.0))
+    assert past.errors(TimesFrom.BLOCKS) == [1.5]
+    assert len(path.read_text().splitlines()) == 3

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
-from tests.unit.planner.planning.test_planner import question
+from tests.support.planner.questions import question
 from windlass.planner.cost.model_profile import TimesFacts
 from windlass.planner.feasibility.feasibility import with_part
 from windlass.planner.predictions.rate_correction import Correction
@@ -86,7 +86,7 @@ def test_interval_by_a_cpus_rates_is_wider_without_one_in_fp32() -> None:
         assert found.times_from == "rates"
         return found.step_s_low or 0.0
 
-    assert low_s(count=0) < low_s(count=0, fp32_tflops=0.2) < low_s()
+    assert low_s(count=0, fp32_tflops=None) < low_s(count=0, fp32_tflops=0.2) < low_s()
 
 
 def test_pace_of_an_answer_stays_whatever_the_machine_does(monkeypatch: pytest.MonkeyPatch) -> None:

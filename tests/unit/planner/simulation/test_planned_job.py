@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.planner.profiles import make_job, make_speeds
-from tests.unit.planner.planning.test_planner import SHAPE, machine, question
+from tests.support.planner.questions import SHAPE, machine, question
 from windlass.engine.memory_plan.memory_tier import MemoryTier
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.engine.model.layout import ModelLayout
@@ -175,7 +175,7 @@ def test_with_many_ssds_deeper_buffers_are_faster() -> None:
     assert simulated_step_s(solution, layout) < 0.8 * simulated_step_s(shallow, layout)
 
 
-@pytest.mark.parametrize(("num_slots", "share"), [(3, 2 * 0.87 / 12), (13, 0.87), (97, 1.0)])
+@pytest.mark.parametrize(("num_slots", "share"), [(3, 2.5 * 0.87 / 12), (13, 0.87), (97, 1.0)])
 def test_ssds_that_are_simulated_as_one_are_slower_only_for_states_in_few_slots(num_slots: int, share: float) -> None:
     limits = Limits(device_nbytes=1000 * 2**20, host_nbytes=1e10, ssd_nbytes=1e12)
     solution = solve_job(make_job(12), make_speeds(num_ssds=12), limits)
@@ -190,3 +190,21 @@ def test_ssds_that_are_simulated_as_one_are_slower_only_for_states_in_few_slots(
     assert busy_share(5.0, 0.0, 0.0) == pytest.approx(share, rel=1e-3)
     assert busy_share(0.0, 3.0, 4.0) == 1.0  # all states are in memory
     assert busy_share(5.0, 3.0, 4.0) == pytest.approx(12 / (5 / share + 7), rel=1e-3)
+
+
+@pytest.mark.parametrize(("hidden_size", "depth", "merges"), [(512, 3, False), (4096, 3, False), (4096, 65, True)])
+def test_ssds_are_simulated_as_one_only_if_that_saves_chunks_and_each_has_a_slot(
+    hidden_size: int, depth: int, merges: bool
+) -> None:
+    """A layer of the small model is one chunk, and one of the large model 26. There are twelve SSDs."""
+    shape = SHAPE.model_copy(
+        update={"num_layers": 4, "hidden_size": hidden_size, "intermediate_size": hidden_size * 7 // 2}
+    )
+    solution, layout = planned(machine(host=10), config=ShapeConfig(shape=shape, num_tokens=512), num_microbatches=1)
+    depths = replace(solution.placement.depths, states=depth)
+    solution = solution_of(replace(solution.costs, depths=depths), replace(solution.placement, depths=depths))
+    assert planned_job.may_merge_ssds(layout, [solution]) == merges
+    apart = planned_job.box_of_plan(solution, layout, num_cores=2, merges_ssds=False)
+    apart_s = planned_job.simulated_step_s_of_boxes([apart])
+    simulated_s = planned_job.simulated_step_s(solution, layout, num_cores=2)
+    assert simulated_s == (pytest.approx(apart_s, rel=0.05) if merges else apart_s)

@@ -2,18 +2,18 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from tests.support.examples import examples
-from tests.support.planner.profiles import make_job, make_profile, make_speeds, with_cuts
+from tests.support.planner.profiles import MIB, PLENTY, limits, make_job, make_profile, make_speeds, with_cuts
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, BlockActivations
 from windlass.engine.memory_plan.memory_tier import MemoryTier
-from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES, COMMIT_EVERY
+from windlass.engine.memory_plan.plan import ACTIVATION_SLOT_NBYTES
 from windlass.engine.memory_plan.queue_depths import (
     LEAVING_ACTIVATION_NBYTES,
     STAGED_ACTIVATIONS,
@@ -26,16 +26,9 @@ from windlass.planner.solver.family import bases_of, cut_bases_of, cuts_of, grou
 from windlass.planner.solver.placement_search import Solve, _Search, _traits, search, solve_job
 from windlass.planner.solver.planned_job import Limits, PlannedJob, values_by_tier
 from windlass.planner.solver.program.integer_program import Assignment, outcome_of, solve
-from windlass.planner.solver.solution import DoesNotFitError, Solution, commit_every_of, solution_of, solved
+from windlass.planner.solver.solution import DoesNotFitError, Solution, solved
 from windlass.planner.solver.step_bounds import HOST_PARTS, Part
 from windlass.planner.solver.step_cost import StateTier, StepCosts
-
-PLENTY = Limits(device_nbytes=1e12, host_nbytes=1e12, ssd_nbytes=1e12)
-MIB = 2**20
-
-
-def limits(device_mib: float, host_mib: float, ssd_mib: float = 1e6) -> Limits:
-    return Limits(device_nbytes=device_mib * MIB, host_nbytes=host_mib * MIB, ssd_nbytes=ssd_mib * MIB)
 
 
 def test_with_plenty_of_memory_nothing_moves() -> None:
@@ -195,21 +188,6 @@ def test_a_job_that_does_not_fit_is_told_what_is_missing() -> None:
     assert caught.value.missing[MemoryTier.SSD] == pytest.approx(2 * 56 * 14 * MIB - 100 * MIB, rel=0.01)
 
 
-@pytest.mark.parametrize("below", [math.inf, 1e6])
-def test_solved_with_an_arena_that_always_exceeds_the_count_has_no_plan(
-    below: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Below a cost, that is no error, because the caller has a plan."""
-    given = limits(4000, 2000)
-    costs = StepCosts(job=make_job(), speeds=make_speeds(), limits=given, group_size=1)
-    monkeypatch.setattr(solutions, "_least_arena_nbytes", lambda *_: given.host_nbytes + 1)
-    if below < math.inf:
-        assert solved(costs, below) is None
-    else:
-        with pytest.raises(DoesNotFitError, match=r"lacks 1 bytes of host"):
-            solved(costs, below)
-
-
 @pytest.mark.long
 def test_search_keeps_its_best_plan_if_no_other_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     job, speeds, given = make_job(keeps_grads=True), make_speeds(), limits(125, 2000)
@@ -313,56 +291,6 @@ def test_the_program_counts_the_arena_as_the_engine_lays_it_out(
     needed = replace(solution.plan, num_cached_params=0)
     cached = solution.plan.num_cached_params * solution.plan.params.slot_nbytes
     assert needed.arena_nbytes - cached <= counted + spare
-
-
-def test_states_in_memory_are_written_at_commits_only() -> None:
-    solution = solve_job(make_job(), make_speeds(), PLENTY)
-    every = solution.costs.commit_every
-    assert every > COMMIT_EVERY
-    assert solution.plan.commit_every == every
-    assert solution.seconds[Part.SSD_FLUSH] == pytest.approx(56 * MIB * 14 / every / 1e9)
-
-
-def test_commits_are_as_rare_as_the_lost_computing_allows() -> None:
-    job, minutes = make_job(), 4.0
-    costs = StepCosts(job=with_training(job, commit_minutes=minutes), speeds=make_speeds(), limits=PLENTY, group_size=1)
-    assert costs.commit_every == int(60 * minutes / costs._likely_step_s())
-    assert COMMIT_EVERY < costs.commit_every < 1000
-    more_often = replace(costs, job=with_training(job, commit_minutes=minutes, checkpoint_minutes=minutes / 2))
-    assert more_often.commit_every == costs.commit_every // 2
-    assert replace(costs, job=with_training(job, commit_minutes=0.0)).commit_every == COMMIT_EVERY
-    assert replace(costs, job=with_training(job, commit_minutes=1e6)).commit_every == 1000
-
-
-def test_commits_are_as_rare_as_the_slowest_of_all_that_a_step_needs_allows() -> None:
-    usual, job = make_speeds(), with_training(make_job(), commit_minutes=4.0)
-    costs = StepCosts(job=job, speeds=usual, limits=PLENTY, group_size=1)
-    for slower in (
-        {"device_flops": usual.device_flops / 1e3},
-        {"optimizer_params": usual.optimizer_params / 1e3},
-        {"h2d_bytes": usual.h2d_bytes / 1e3},
-    ):
-        assert replace(costs, speeds=replace(usual, **slower)).commit_every < costs.commit_every / 2
-    on_ssds = replace(costs, limits=replace(PLENTY, host_nbytes=1e6), speeds=replace(usual, ssd_read_bytes=1e6))
-    assert on_ssds.commit_every < costs.commit_every / 2
-
-
-def test_an_existing_plan_is_costed_with_its_own_commits() -> None:
-    solution = solve_job(make_job(), make_speeds(), PLENTY)
-    older = solution_of(solution.costs, replace(solution.placement, commit_every=None))
-    assert older.plan.commit_every == COMMIT_EVERY < solution.plan.commit_every
-    flushed_s = solution.seconds[Part.SSD_FLUSH] * solution.plan.commit_every
-    assert older.seconds[Part.SSD_FLUSH] == pytest.approx(flushed_s / COMMIT_EVERY)
-
-
-def test_boxes_of_a_job_commit_as_often_as_the_one_that_needs_it_most_often() -> None:
-    plan = solve_job(make_job(), make_speeds(), PLENTY).plan
-    assert commit_every_of([replace(plan, commit_every=every) for every in (100, 1, 1000)]) == 100
-    assert commit_every_of([replace(plan, commit_every=1)] * 2) == 1
-
-
-def with_training(job: PlannedJob, **changes: Any) -> PlannedJob:
-    return replace(job, training=replace(job.training, **changes))
 
 
 def test_a_large_model_is_solved_in_one_program() -> None:
@@ -493,6 +421,10 @@ def test_search_where_exact_counts_refuse_fast_plans_tries_one_of_them_before_it
     assert without_limit == [False, False, True]  # with two buffers for gradients, with one, and in pieces
 
 
+def in_order(order: UpdateOrder) -> Callable[[StepCosts], bool]:
+    return lambda costs: costs.job.update_order is order
+
+
 @pytest.mark.short("1-memory1", "2-memory2")
 @pytest.mark.parametrize("memory", [(4000, 2000), (125, 2000), (90, 260), (110, 600)])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -504,12 +436,12 @@ def test_search_continued_in_one_order_finds_as_good_a_plan_as_a_new_search(
     found = search((job,), speeds, given, num_others=3, near=0.05)
     for one in job.by_order:
         anew = search((one,), speeds, given)
-        continued = found.of_kind(one.update_order, None, math.inf)
+        continued = found.of_kind(in_order(one.update_order), math.inf)
         assert continued is not None
         assert {plan.costs.job.update_order for plan in (continued.best, *continued.others)} == {one.update_order}
         assert continued.best.cost <= anew.best.cost * 1.001
         # A plan that is known is told whatever it takes; nothing else is solved for.
-        below = found.of_kind(one.update_order, None, 0.5 * anew.best.step_s)
+        below = found.of_kind(in_order(one.update_order), 0.5 * anew.best.step_s)
         assert below is None or below.best.cost >= continued.best.cost
 
 
@@ -517,7 +449,8 @@ def test_search_continued_in_one_order_finds_as_good_a_plan_as_a_new_search(
 def test_search_continued_for_one_place_of_kept_gradients_finds_as_good_a_plan(spills: bool) -> None:
     speeds, given = make_speeds(), limits(110, 600)
     job = make_job(keeps_grads=True)
-    continued = search((job,), speeds, given, num_others=3, near=0.05).of_kind(job.update_order, spills, math.inf)
+    found = search((job,), speeds, given, num_others=3, near=0.05)
+    continued = found.of_kind(lambda costs: costs.spills == spills, math.inf)
     anew = search((replace(job, spills=spills),), speeds, given)
     assert continued is not None
     assert {plan.costs.spills for plan in (continued.best, *continued.others)} == {spills}
@@ -534,9 +467,24 @@ def test_only_a_search_with_exact_counts_begins_with_one_of_each_saver(
     job = make_job(keeps_grads=True)
     found = search((job,), make_speeds(), limits(110, 600), solve_kind=solve_kind)
     for spills in (False, True):
-        assert found.of_kind(job.update_order, spills, math.inf) is not None
+        assert found.of_kind(lambda costs, spills=spills: costs.spills == spills, math.inf) is not None
     assert bool(begun) == (solve_kind is not None)
     assert len(begun) in (0, 2)  # by the search, and for the place of which no plan was known
+
+
+def test_search_continued_twice_finds_the_same() -> None:
+    """The first one must not keep the second from dividing bases by the cuts of their matrices."""
+    jobs = [replace(with_cuts(make_job(num_microbatches=m), 2**21, 2**20), chooses_order=True) for m in (1, 2)]
+
+    def is_wanted(costs: StepCosts) -> bool:
+        return costs.job.update_order is UpdateOrder.KEPT and costs.job.num_microbatches == 2
+
+    found = search(jobs, make_speeds(num_ssds=2), limits(50, 600), num_others=3, near=0.05)
+    first, second = (found.of_kind(is_wanted, math.inf) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.best.costs.job.cut is not None
+    assert second.best.step_s == first.best.step_s
 
 
 def test_search_continued_in_an_order_in_which_nothing_fits_finds_nothing() -> None:
@@ -548,8 +496,8 @@ def test_search_continued_in_an_order_in_which_nothing_fits_finds_nothing() -> N
         return solved(costs, below)
 
     found = search((job,), speeds, given, solve_kind=solve_kind)
-    assert found.of_kind(UpdateOrder.KEPT, None, math.inf) is None
-    active = found.of_kind(UpdateOrder.ACTIVE, None, math.inf)
+    assert found.of_kind(in_order(UpdateOrder.KEPT), math.inf) is None
+    active = found.of_kind(in_order(UpdateOrder.ACTIVE), math.inf)
     assert active is not None
     assert active.best == found.best
 

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import math
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fastapi.testclient import TestClient
 from windlass.service.cli import follow as cli_follow
 from windlass.service.cli import jobs as cli_jobs
 from windlass.service.cli import service as cli_service
+from windlass.service.cli.commands import main
 from windlass.service.cli.data import delete, storage
 from windlass.service.cli.errors import CommandError
 from windlass.service.cli.follow import _loss, _time_left, format_event
@@ -431,3 +434,38 @@ def test_status_of_a_killed_box_names_the_box_and_not_the_port_of_its_head(
 )
 def test_job_is_listed_with_the_box_where_it_is_or_is_to_begin(values: dict[str, Any], name: str) -> None:
     assert _box_of({"windlass": values}) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "told"),
+    [
+        ("plan", "--state-precision", "fp8", "'fp8' is not one of"),
+        ("plan", "--lanes", "0", "greater than or equal to 1"),
+        ("plan", "--batch-size", "x", "'--batch-size': must be a whole number\n"),
+        ("plan", "--batch-size", "1.5", "'--batch-size': must be a whole number\n"),
+        ("up", "--port", "x", "'--port': must be a whole number\n"),
+        ("plan", "--slack", "x", "'--slack': must be a number\n"),
+        ("plan", "--slack", "nan", "'--slack': must be a number\n"),
+        ("plan", "--slack", "2", "less than or equal to 1"),
+    ],
+)
+def test_option_of_a_wrong_kind_is_told_without_words_of_the_library(
+    command: str,
+    option: str,
+    value: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["windlass", command, option, value])
+    umask = os.umask(0o077)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        os.umask(umask)
+    output = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told in output
+    assert "Value error" not in output
+    assert "Input should" not in output

@@ -7,14 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tests.support.service.boxes import make_facts
+from tests.support.service.plan_command import JOB
+from tests.support.service.plan_command import run as run_plan
 from windlass.planner.hardware.hardware import Hardware, example_machines, save_hardware
 from windlass.planner.hardware.yaml_files import load
-from windlass.service.cli.errors import reported
-from windlass.service.cli.plan.command import plan
 from windlass.service.installation.home import node_of
 from windlass.service.installation.settings import Settings
 from windlass.service.validation.setting_values import MAX_BOXES
@@ -23,7 +22,6 @@ from windlass.storage.sql.repositories.boxes import HEAD_ID, BoxRepository
 
 LLAMA = "num_layers: 4\nhidden_size: 256\nnum_heads: 4\nnum_kv_heads: 4\nvocab_size: 1000\n"
 SERVER = ("--hardware", "rtx4090-server")
-JOB = ("--batch-size", "4", "--seq-len", "64")
 
 
 @pytest.fixture
@@ -35,9 +33,7 @@ def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(model: str, *arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(reported(plan))
-    return CliRunner().invoke(app, ["--model", model, *JOB, *arguments])
+    return run_plan("--model", model, *JOB, *arguments)
 
 
 @pytest.mark.long
@@ -61,7 +57,7 @@ def test_plans_over_boxes_are_told_as_json(shape: str) -> None:
 @pytest.mark.long
 def test_plan_over_boxes_by_a_name_on_the_hub_tells_the_shape(shape: str) -> None:
     job = ("Qwen/Qwen2.5-0.5B-Instruct", *SERVER, "--boxes", "1", "--num-microbatches", "1")
-    assert run(*job).output.startswith("the model has the published shape qwen2.5-0.5b\n")
+    assert run(*job).output.startswith("the model has the published shape qwen2.5-0.5b of Qwen\n")
     assert json.loads(run(*job, "--json").output)["shape"] == "qwen2.5-0.5b"
 
 
@@ -97,14 +93,14 @@ def test_several_kinds_of_boxes_are_planned_together(shape: str) -> None:
 )
 def test_options_that_do_not_go_together_are_refused(shape: str, arguments: tuple[str, ...], told: str) -> None:
     result = run(shape, *SERVER, *arguments)
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert told in " ".join(result.output.split())
 
 
 def test_more_names_of_boxes_than_a_job_may_have_are_refused(shape: str) -> None:
     names = ",".join(f"box{number}" for number in range(MAX_BOXES + 1))
     result = run(shape, "--boxes", names, "--network", "10")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"--boxes: {MAX_BOXES + 1} boxes in all; a job has at most {MAX_BOXES}" in " ".join(result.output.split())
 
 

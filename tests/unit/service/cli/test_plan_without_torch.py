@@ -53,7 +53,7 @@ def test_plan_of_a_shape_loads_no_torch(tmp_path: Path) -> None:
 )
 def test_plan_of_a_folder_that_was_planned_before_loads_no_torch(changed: tuple[str, ...], tmp_path: Path) -> None:
     folder, home = tmp_path / "model", tmp_path / "home"
-    make_model_folder(folder, "llama")
+    make_model_folder(folder, "mixtral")
     first, loaded = plan(home, folder, *changed)
     assert "torch" in loaded
     assert plan(home, folder, *changed) == (first, [])

@@ -87,11 +87,11 @@ def test_request_for_another_kind_is_about_its_machine_and_measures_nothing(sett
     assert request.compute_threads is None
 
 
-def test_request_for_another_kind_has_the_lanes_that_the_job_has_here(settings: Settings) -> None:
-    job = job_of(windlass_settings(gpus="auto", batch_size=12, num_microbatches=None))
+def test_request_for_another_kind_has_the_training_config_that_the_job_has_here(settings: Settings) -> None:
+    job = job_of(windlass_settings(gpus="auto", batch_size=12, num_microbatches=None, lanes=3))
     [request_of] = requests_for_kinds(settings, job, [KIND], num_devices=3).values()
     training = resolve_job(job, RESULTS, num_devices=3).training
-    assert training.lanes == 3
+    assert (training.lanes, training.num_microbatches) == (3, 3)
     assert request_of(RESULTS).training == training
 
 

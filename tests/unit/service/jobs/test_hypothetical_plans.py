@@ -49,7 +49,7 @@ def plan_of(home: Path, machine: str, **values: Any) -> tuple[PlanReport, dict[s
     [
         ("rtx4090:gpus=2", {"gpus": "auto"}),
         ("rtx4090:gpus=2", {"gpus": 2, "clip_norm": 0.5}),
-        pytest.param("rtx4090:gpus=2", {"gpus": "auto", "lanes": 1}, marks=pytest.mark.long),
+        pytest.param("rtx4090:gpus=2", {"gpus": "auto", "lanes": 2}, marks=pytest.mark.long),
         pytest.param(
             "rtx4090:gpus=4",
             {"gpus": "auto", "accumulation_precision": "bf16", "clip_norm": None},
@@ -66,13 +66,8 @@ def test_settings_of_a_plan_give_the_same_plan(tmp_path: Path, machine: str, ask
     assert same == settings
 
 
-@pytest.mark.parametrize(
-    ("asked", "lanes"), [({"gpus": "auto"}, None), ({"gpus": 2}, 2), ({"gpus": "auto", "lanes": 1}, 1)]
-)
-def test_settings_of_a_plan_fix_lanes_only_beside_a_number_of_gpus(
-    tmp_path: Path, asked: dict[str, Any], lanes: int | None
-) -> None:
-    """Lanes of one machine's GPUs would not suit another number of GPUs."""
+@pytest.mark.parametrize(("asked", "lanes"), [({"gpus": "auto"}, 1), ({"gpus": 2}, 1), ({"gpus": 2, "lanes": 2}, 2)])
+def test_settings_of_a_plan_fix_the_lanes(tmp_path: Path, asked: dict[str, Any], lanes: int) -> None:
     windlass = WindlassSettings.model_validate(asked)
     training = request_of(tmp_path, "rtx4090:gpus=2", windlass).training
     report = PlanReport(feasible=True, reasons=(), choices={"num_microbatches": 4})

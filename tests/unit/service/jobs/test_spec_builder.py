@@ -85,21 +85,35 @@ def test_spec_of_a_row_without_gpus_has_one_gpu_worker(tmp_path: Path) -> None:
 
 def test_spec_of_several_gpus_has_their_number_and_shares_the_cores(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, windlass_settings(gpus=2))
-    assert (spec.num_ranks, spec.training.lanes, spec.training.num_microbatches) == (2, 2, 2)
+    assert (spec.num_ranks, spec.training.lanes, spec.training.num_microbatches) == (2, 1, 2)
     cpu = MachineResources(num_cores=4, num_gpus=0, cpu_ranks=2)
     settings = Settings(home=tmp_path, num_cpu_optimizers=1)
     assert threads_of(settings, cpu, num_ranks=2) == threads_of(settings, cpu, num_ranks=1) == (2, 1)
 
 
 def test_resumed_job_with_another_number_of_gpus_keeps_its_training_config(tmp_path: Path) -> None:
-    """Its lanes, on which results depend, are in its row."""
+    """Its number of micro-batches, on which results depend, is in its row."""
     job = job_of(windlass_settings(gpus=2))
     resolved = resolve_job(job, RESULTS)
     job.hyperparameters, job.total_steps = json.loads(json.dumps(resolved.hyperparameters)), resolved.total_steps
     before, settings = training_config_of(job), Settings(home=tmp_path)
     job.windlass = {**job.windlass, "gpus": 1}
     assert training_config_of(job) == before
-    assert (before.lanes, plan_bounds(settings, job).num_ranks) == (2, 1)
+    assert (before.num_microbatches, plan_bounds(settings, job).num_ranks) == (2, 1)
+
+
+def test_resumed_job_of_an_older_release_keeps_the_lanes_that_auto_was_then(tmp_path: Path) -> None:
+    """They decide the last bits of its results. Older releases made a lane for each GPU."""
+    job = job_of(windlass_settings(gpus=2, num_microbatches="auto"))
+    assert job.windlass["lanes"] == "auto"
+    resolved = resolve_job(job, RESULTS)
+    job.hyperparameters = {**json.loads(json.dumps(resolved.hyperparameters)), "lanes": 2, "num_microbatches": 4}
+    job.total_steps = resolved.total_steps
+    before = training_config_of(job)
+    assert (before.lanes, before.num_microbatches) == (2, 4)
+    for gpus in (1, "auto"):
+        job.windlass = {**job.windlass, "gpus": gpus}
+        assert training_config_of(job) == before
 
 
 @pytest.mark.parametrize(

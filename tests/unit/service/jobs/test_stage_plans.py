@@ -226,6 +226,20 @@ def test_request_leaves_to_the_plan_what_the_settings_leave_open_until_the_job_b
     assert (again.num_ranks, [box.num_ranks for box in again.boxes]) == (2, [None, None])
 
 
+@pytest.mark.parametrize("gpus", [2, 1, "auto"])
+def test_request_for_a_job_of_an_older_release_keeps_the_lanes_that_auto_was_then(
+    tmp_path: Path, gpus: int | str
+) -> None:
+    settings = home_of(tmp_path)
+    job = prepared(settings, num_microbatches=None, gpus=gpus)
+    assert job.windlass["lanes"] == "auto"
+    job.hyperparameters = {**(job.hyperparameters or {}), "lanes": 2, "num_microbatches": 4}
+    job.attempt = 1
+    request = stages_request(settings, job, [("head", KIND, None), ("attic", KIND, None)], 2)
+    assert (request.training.lanes, request.training.num_microbatches) == (2, 4)
+    assert not request.chooses_microbatches
+
+
 def test_part_has_the_gpus_of_its_box(tmp_path: Path) -> None:
     settings = home_of(tmp_path)
     job = prepared(settings, gpus="auto")

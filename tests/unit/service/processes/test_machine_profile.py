@@ -131,7 +131,7 @@ def test_a_machine_that_has_changed_is_measured_in_the_precision_that_was_asked_
 def test_cpu_whose_profile_has_no_rate_in_fp32_is_measured_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs in fp32 were planned by the rate in bf16, four times as fast."""
     monkeypatch.setattr(measured_machine, "find_gpus", lambda: ())
-    bench.profile = with_part(PROFILE, gpus=with_part(PROFILE.gpus, count=0))
+    bench.profile = with_part(PROFILE, gpus=with_part(PROFILE.gpus, count=0, fp32_tflops=None))
     bench.up()
     bench.profile = with_part(PROFILE, gpus=with_part(PROFILE.gpus, count=0, fp32_tflops=0.2))
     assert "no rate in fp32" in bench.up()

@@ -237,9 +237,20 @@ def test_default_micro_batches_are_equal_in_all_lanes_and_no_more_than_examples(
 
 @pytest.mark.parametrize(
     ("batch_size", "lanes", "gpus", "expected"),
-    [(8, 2, 3, 4), (8, 1, 3, 3), (64, 3, 2, 18), (3, 2, 3, 3)],  # four would be more than three examples
+    [
+        (8, 1, 3, 3),
+        (20, 1, 4, 8),  # five would be enough, but one GPU would have two and the others one
+        (64, 1, 3, 18),
+        (64, 3, 2, 18),
+        (40, 4, 6, 12),
+        (8, 2, 3, 6),
+        (5, 2, 3, 4),  # six would be more than five examples: as many in each lane at least
+        (3, 2, 3, 3),  # four would be more than three examples
+    ],
 )
-def test_default_micro_batches_are_enough_for_all_gpus(batch_size: int, lanes: int, gpus: int, expected: int) -> None:
+def test_default_micro_batches_are_enough_and_equal_for_all_gpus(
+    batch_size: int, lanes: int, gpus: int, expected: int
+) -> None:
     assert default_microbatches(batch_size, lanes, gpus) == expected
 
 
@@ -254,14 +265,14 @@ def test_more_lanes_than_the_data_gives_micro_batches_are_refused(asked: dict[st
 @pytest.mark.parametrize(
     ("asked", "lanes", "num_microbatches"),
     [
-        ({"gpus": 2}, 2, 2),
-        ({"gpus": 5}, 5, 5),  # each GPU computes a micro-batch at least
-        ({"gpus": 4, "lanes": 1}, 1, 4),
+        ({"gpus": 2}, 1, 2),
+        ({"gpus": 5}, 1, 5),  # each GPU computes a micro-batch at least
+        ({"gpus": 4, "lanes": 2}, 2, 4),
         ({"gpus": 2, "lanes": 3, "num_microbatches": 4}, 3, 4),
-        ({"gpus": 4, "accumulation_precision": "bf16"}, 1, 4),  # lanes are summed in fp32
+        ({"gpus": 4, "accumulation_precision": "bf16"}, 1, 4),
     ],
 )
-def test_gpus_give_the_lanes_and_enough_micro_batches(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
+def test_gpus_give_enough_micro_batches_and_no_lanes(asked: dict[str, Any], lanes: int, num_microbatches: int) -> None:
     resolved = resolve(settings(asked), num_examples=100)
     assert (resolved.lanes, resolved.num_microbatches) == (lanes, num_microbatches)
 
@@ -290,11 +301,11 @@ def test_more_gpus_than_the_data_gives_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "num_devices", "lanes", "num_microbatches"),
     [
-        ({}, 4, 4, 4),
+        ({}, 4, 1, 4),
         ({}, 1, 1, 2),
-        ({"num_microbatches": 2}, 4, 2, 2),  # more than two GPUs would have nothing to compute
-        ({"batch_size": 3}, 8, 3, 3),
-        ({"lanes": 1}, 4, 1, 4),
+        ({"num_microbatches": 2}, 4, 1, 2),  # more than two GPUs would have nothing to compute
+        ({"batch_size": 3}, 8, 1, 3),
+        ({"lanes": 3}, 4, 3, 6),
         ({"accumulation_precision": "bf16"}, 4, 1, 4),
     ],
 )

@@ -43,7 +43,7 @@ def test_pull_gets_the_offered_bytes_both_ways(tmp_path: Path, protection: Prote
         pulls += [ends["left"].pull(key(i), memoryview(back_slots[i]), source=RIGHT) for i in range(6)]
         for future in (*pulls, *offers):
             assert future.result(WAIT_S).nbytes in sizes
-        traffic = ends["right"].traffic()[LEFT]
+    traffic = ends["right"].traffic()[LEFT]  # whole once the threads have ended: pieces count after they were sent
     assert [bytes(slot) for slot in slots] == there
     assert [bytes(slot) for slot in back_slots] == back
     assert traffic.nbytes_in == traffic.nbytes_out == sum(sizes)

@@ -57,4 +57,4 @@ def test_an_unknown_size_is_refused_with_those_that_are_known(client: TestClient
     assert response.status_code == 404
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("machine_not_found", "machine")
-    assert "ram is '500'; there are whole numbers of GiB from 16 to 256" in error["message"]
+    assert "ram=500 is not possible; ram may be a whole number of GiB from 16 to 256" in error["message"]

@@ -114,6 +114,8 @@ def test_what_does_not_fit_is_an_answer_as_well(planning: TestClient) -> None:
         ({"windlass": {"box": "attic"}}, 400, "windlass.box"),
         ({"windlass": {"boxes": 2}}, 400, "windlass.boxes"),
         ({"windlass": {"batch_size": 8}}, 400, "windlass.batch_size"),
+        ({"sequence_length": 4096}, 400, "sequence_length"),
+        ({"sequence_length": 64, "windlass": {"sequence_length": 32}}, 400, "windlass.sequence_length"),
         ({"batch_size": None}, 400, "batch_size"),
         ({"num_examples": 0}, 400, "num_examples"),
     ],
@@ -164,6 +166,22 @@ def test_plan_takes_the_batch_size_among_the_settings_of_a_job(
     assert planning.post("/v1/fine_tuning/plans", json=body).status_code == 200
     assert ask(planning, hardware=MACHINE, windlass={"batch_size": 4}).status_code == 200
     assert [request.training.batch_size for request in requests] == [6, 4]
+
+
+@pytest.mark.parametrize("beside", [{}, {"sequence_length": 48}])
+@pytest.mark.parametrize("among", [{}, {"sequence_length": 48}])
+def test_plan_takes_the_sequence_length_beside_the_settings_and_among_them(
+    planning: TestClient, monkeypatch: pytest.MonkeyPatch, beside: dict[str, int], among: dict[str, int]
+) -> None:
+    requests = answer_with(monkeypatch)
+    assert ask(planning, hardware=MACHINE, **beside, windlass=among).status_code == 200
+    assert [request.training.sequence_length for request in requests] == [48 if beside or among else 128]
+
+
+def test_misplaced_setting_of_the_job_is_not_taken_for_a_part_of_the_machine(planning: TestClient) -> None:
+    response = ask(planning, hardware=MACHINE, gpus=2)
+    assert response.status_code == 400
+    assert "unrecognized parameter: gpus; did you mean windlass.gpus?" in response.json()["error"]["message"]
 
 
 def test_plan_tells_the_time_of_a_job_with_a_number_of_examples(
@@ -251,3 +269,18 @@ def test_a_published_shape_is_planned_by_the_service(planning: TestClient) -> No
     plan = ask(planning, hardware=MACHINE, model="qwen2.5-0.5b", windlass={"sequence_length": 64}).json()
     assert plan["feasible"], plan
     assert plan["choices"]["activations"][0]["layers"] == "0-23"
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("meta-lama/Llama-3.1-8B", "the shape of meta-llama/Llama-3.1-8B can be planned without its files"),
+        ("google/gemma-2-9b", "GET /v1/fine_tuning/shapes lists the models"),
+    ],
+)
+def test_plan_of_a_model_of_no_known_family_or_organization_says_what_is_known(
+    planning: TestClient, model: str, told: str
+) -> None:
+    response = ask(planning, hardware=MACHINE, model=model)
+    assert response.status_code == 404
+    assert told in response.json()["error"]["message"]

@@ -75,13 +75,13 @@ def test_job_gets_the_gpus_that_its_plan_chose_and_defaults_of_the_whole_box(fou
     assert gpus(four_gpus, job_id) == 2
     assert four_gpus.job(job_id).windlass["gpus"] == "auto"
     (spec,) = four_gpus.runners.started
-    assert (spec.training.lanes, spec.training.num_microbatches) == (4, 4)
+    assert (spec.training.lanes, spec.training.num_microbatches) == (1, 4)
 
 
 def test_job_without_a_plan_gets_one_gpu(four_gpus: Stage) -> None:
     job_id = four_gpus.queue(gpus="auto")
     assert started(four_gpus) == [(job_id, 1)]
-    assert four_gpus.runners.started[0].training.lanes == 4
+    assert four_gpus.runners.started[0].training.num_microbatches == 4
 
 
 @pytest.mark.parametrize(("ends_in_s", "expected"), [(10.0, None), (10_000.0, 2), (None, 2)])

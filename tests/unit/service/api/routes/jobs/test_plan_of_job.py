@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from tests.support.engine.folders import VOCABULARY, make_tokenizer
 from tests.support.service.api_client import context_of, serve, upload
-from tests.unit.service.cli.test_plan import run
+from tests.support.service.plan_command import run
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.question.job_plan import JobPlan
 from windlass.planner.question.plan_request import PlanRequest
