@@ -21,6 +21,7 @@ from windlass.planner.hardware.named_machines import limit_in_words as limit_in_
 from windlass.planner.hardware.named_machines import machine_name as machine_name
 from windlass.planner.hardware.named_machines import machine_names as machine_names
 from windlass.planner.hardware.named_machines import machine_of as machine_of
+from windlass.planner.hardware.named_machines import that_compute_faster as that_compute_faster
 from windlass.planner.hardware.named_machines import with_faster_card as with_faster_card
 from windlass.planner.hardware.named_machines import with_more_ram as with_more_ram
 from windlass.planner.hardware.named_machines import with_more_ssds as with_more_ssds

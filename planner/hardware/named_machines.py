@@ -243,12 +243,12 @@ def with_faster_card(gpus: Gpus) -> Gpus:
     for card, faster in itertools.pairwise(cards):
         if gpus.name is not None and gpus.name.endswith(card.name.removeprefix(_MAKER)):
             memory_gib = max(faster.memory_gib, gpus.memory_gib)
-            more = _that_computes_faster(gpus, faster.tflops / card.tflops)
+            more = that_compute_faster(gpus, faster.tflops / card.tflops)
             return more.model_copy(update={"memory_gib": memory_gib, "name": faster.name})
-    return _that_computes_faster(gpus, _FASTER_CARD_RATIO)
+    return that_compute_faster(gpus, _FASTER_CARD_RATIO)
 
 
-def _that_computes_faster(gpus: Gpus, ratio: float) -> Gpus:
+def that_compute_faster(gpus: Gpus, ratio: float) -> Gpus:
     """Returns unnamed GPUs that do so many times as many operations per second, in all precisions."""
     fp32_tflops = None if gpus.fp32_tflops is None else ratio * gpus.fp32_tflops
     return gpus.model_copy(update={"tflops": ratio * gpus.tflops, "fp32_tflops": fp32_tflops, "name": None})

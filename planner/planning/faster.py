@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.planner.feasibility import with_part
-from windlass.planner.hardware import limit_in_words, with_more_ssds
+from windlass.planner.hardware import limit_in_words, that_compute_faster, with_more_ssds
 from windlass.planner.question import PlanQuestion
 from windlass.planner.solver import (
     DoesNotFitError,
@@ -24,13 +24,12 @@ def what_is_faster(question: PlanQuestion, job: PlannedJob, solution: Solution) 
     hardware, solution = question.hardware, _least_bound(question, job, solution)
     ssds, host, gpus, pcie = hardware.ssds, hardware.host, hardware.gpus, hardware.pcie
     more_ssds = with_more_ssds(hardware, ssds.count).ssds
-    computes = with_part(gpus, tflops=2 * gpus.tflops, fp32_tflops=gpus.fp32_tflops and 2 * gpus.fp32_tflops)
     twice: dict[str, dict[str, Any]] = {
         f"twice as many SSDs{limit_in_words(ssds, more_ssds)}": {"ssds": more_ssds},
         "twice the host memory": {"host": with_part(host, memory_gib=2 * host.memory_gib)},
         "host memory that is twice as fast": {"host": with_part(host, memory_gb_per_s=2 * host.memory_gb_per_s)},
         "a CPU that updates twice as fast": {"host": with_part(host, adam_params_per_s=2 * host.adam_params_per_s)},
-        f"a {'GPU' if question.has_gpu else 'CPU'} that computes twice as fast": {"gpus": computes},
+        f"a {'GPU' if question.has_gpu else 'CPU'} that computes twice as fast": {"gpus": that_compute_faster(gpus, 2)},
     }
     if question.has_gpu:  # a CPU has no link, and its memory is the host's
         twice["twice the GPU memory"] = {"gpus": with_part(gpus, memory_gib=2 * gpus.memory_gib)}

@@ -50,12 +50,13 @@ def choose_gpus(question: PlanQuestion, watcher: Watcher = NOBODY) -> ChosenGpus
     if not found:
         return ChosenGpus(planned=answer(replace(question, num_ranks=1, chooses_ranks=False)))
     chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
-    job, told = found[chosen].job, _reason(question, found, chosen, profiles)
+    job, plans = found[chosen].job, _plans_of(found, profiles)
+    rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}
+    told = in_words(chosen, rates, most=question.num_ranks, lanes=question.training.lanes)
     if question.chooses_microbatches or any(each.job.cut != job.cut for each in found.values()):
         fixed = question.changed(num_microbatches=job.num_microbatches, cut_matrices=job.cut)
         unseen = replace(watcher, see_estimate=None)
-        found = _by_number(fixed, profiles, without=chosen, watcher=unseen) | {chosen: found[chosen]}
-    plans = {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
+        plans = _plans_of(_by_number(fixed, profiles, without=chosen, watcher=unseen), profiles)
     best = found[chosen].planned(profiles, advises=True)
     best = replace(best, report=_with_reason(best.report, told))
     return ChosenGpus(planned=best, others=tuple(plan for number, plan in plans.items() if number != chosen))
@@ -116,11 +117,9 @@ def _find(question: PlanQuestion, profiles: Profiles, watcher: Watcher = NOBODY)
     return _Found(question=question, job=job, solution=solution, step_s=step_s)
 
 
-def _reason(question: PlanQuestion, found: "Mapping[int, _Found]", chosen: int, profiles: Profiles) -> str:
-    rates = {
-        number: found[number].planned(profiles, advises=False).report.tokens_per_s or 0.0 for number in sorted(found)
-    }
-    return in_words(chosen, rates, most=question.num_ranks, lanes=question.training.lanes)
+def _plans_of(found: "Mapping[int, _Found]", profiles: Profiles) -> dict[int, Planned]:
+    """Returns the plans by their number of GPUs, the fewest first, without advice."""
+    return {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
 
 
 def in_words(chosen: int, rates: Mapping[int, float], *, most: int, lanes: int = 1) -> str:
