@@ -1,7 +1,7 @@
 """Plans one job over several boxes by the cost model: `python -m benchmarks.stages [--quick]`
 
-Nothing is measured, so the result is the same on every machine. The full form takes up to an hour. It writes a section
-of docs/cluster.md and its picture.
+Nothing is measured, so the result is the same on every machine. The full form takes a quarter of an hour. It
+writes a section of docs/cluster.md and its picture.
 """
 
 import argparse
@@ -201,9 +201,9 @@ def section(*, quick: bool, kept: KeptResults = _NOTHING_KEPT) -> tuple[str, dic
     )
     page.add(
         f"The boxes below are `{_MACHINE}` (12 SSDs, 768 GiB of RAM) with GPUs of 24 GiB, each with a PCIe link of its "
-        "own. Jobs on several boxes use all GPUs. A job on one box uses those with which it is fastest. Two boxes have "
-        "no plan for 405B: with several groups of micro-batches, sums wait in host memory, 4 bytes a parameter, which "
-        "is 812 GB in each; with one group for each GPU, the box with the embedding lacks 0.9 GiB of GPU memory. "
+        "own. Jobs on several boxes use all GPUs. A job on one box uses those with which it is fastest. 405B on "
+        "two boxes has one group of micro-batches for each GPU: with several, sums would wait in host memory, 4 bytes "
+        "a parameter, which is 812 GB in each. So its boxes hardly compute at once, and two may be slower than one. "
         "Training is in bf16 with AdamW's states in fp32, and gradients are clipped. *Bound by* is the "
         "formula's answer. *Waits* is the share of a step in which the busiest box waits for others: it falls with "
         "more groups of micro-batches a step, so with larger batches. *Network busy* is the time in which the busiest "

@@ -41,11 +41,9 @@ from windlass.engine.device import (
     round_in_place,
 )
 from windlass.engine.memory_plan import (
-    PlanError,
     batches_to_copy,
     grad_buffers_of_job,
     grad_overlay_of_job,
-    rounded_in_pieces,
 )
 from windlass.engine.model import GradBuffer, GradSink, LaneSums
 from windlass.engine.optimizer import NormInParts
@@ -103,9 +101,6 @@ class GradOffload:
         """`summed_in_fp32` has the blocks whose gradients may be summed in fp32, even if they are offloaded in another
         type. `send` sends an optimizer its share. `report` reports a gradient to the scheduler: the operation
         that completed it, and its sums of squares.
-
-        Raises:
-            PlanError: the plan has a gradient leave in pieces that cannot.
         """
         self._context = context
         self._device = device
@@ -133,13 +128,6 @@ class GradOffload:
         self._flats = DeviceBuffers(device, planned, name="gradients")
         self._partials = PartialGrads(context, device, self._take, arena, spans, send, rank=rank)
         self._in_pieces = frozenset(context.plan.grad_streamed_blocks)
-        rounded_later = self._in_pieces.difference(context.plan.tied_in_pieces)
-        if rounded := rounded_in_pieces(rounded_later, summed_in_fp32, itemsize=self._dtype.itemsize):
-            raise PlanError(
-                f"streams_ends is set, and the head (block {rounded[0]}) goes over a micro-batch in several slices: "
-                f"their sum is in fp32, and gradients leave in {self._dtype}; choose micro-batches of one slice, or "
-                "several that are summed in fp32, or leave streams_ends out"
-            )
         self._overlay: OverlaidBuffers | None = None
         self._pieces: StreamedGrads | None = None
         if self._in_pieces:
@@ -179,7 +167,7 @@ class GradOffload:
         Raises the errors of `CancelToken.wait_for`.
         """
         if block in self._in_pieces:
-            return self._streamed.begin(operation, block)
+            return self._streamed.begin(operation, block, dtype)
         use = (operation.block, block)
         source = self._sums.begin(operation, block)
         if source is not SumSource.DEVICE and self._sums.needs_permit(use):
@@ -357,7 +345,7 @@ class GradOffload:
             itemsize=self._dtype.itemsize,
             summed_in_fp32=summed_in_fp32,
             has_lanes=self._lanes.num_lanes > 1,
-            tied=context.plan.tied_in_pieces,
+            fp32_in_pieces=context.plan.fp32_in_pieces,
             is_summed=context.spec.training.num_microbatches > 1,
         )
         dtypes = {self._dtype.itemsize: self._dtype, torch.float32.itemsize: torch.float32}

@@ -4,6 +4,9 @@ Such a gradient has no buffer of its own, and so waits for none. Its slots in ho
 operation. Between two groups of micro-batches its sums are in the slots for partial sums. The GPU worker of the next
 group goes on with them.
 
+The sum over slices of the head is in fp32. If the gradient has 16 bits, it is between slices in slots of the running
+operation, and is rounded in the last one.
+
 Gradients of embedding and head that are not streamed lie in the same memory. With several lanes it has room for one sum
 of each only, so the total of earlier lanes waits in host memory.
 """
@@ -30,6 +33,7 @@ from windlass.engine.pieces import (
     HostTotal,
     PieceLanes,
     PieceSums,
+    RoundedSums,
     StreamedGrad,
     SumBesideTotal,
     TiedSums,
@@ -123,22 +127,25 @@ class StreamedGrads:
         self._dtype = dtype
         self._partials = partials
         self._lanes = context.spec.training.lane_division
-        self._lane_slots = context.lane_sum_pool(rank).spans
+        self._running_slots = context.running_sum_pool(rank).spans
         self._last: _Last | None = None
         cuts = piece_bounds(context)
         self._bounds = {block: (*cuts[block], context.layout.blocks[block].numel) for block in blocks}
         self._memory = memory
-        # Of a tied block, sums in fp32.
         self._tied = frozenset(context.plan.tied_in_pieces)
-        self._by_user = {user: self._open_buffers(memory.buffers[user]) for user in (None, *self._tied)}
+        self._in_fp32 = frozenset(context.plan.fp32_in_pieces)
+        self._by_user = {user: self._open_buffers(memory.buffers[user]) for user in (None, *self._in_fp32)}
+        self._user_of: dict[BlockIndex, BlockIndex | None] = {}  # by block: the buffers of its last operation
         self._complete: dict[BlockIndex, dict[ChunkKey, Span]] = {}
 
-    def begin(self, operation: ComputeBlock, block: BlockIndex) -> StreamedGrad:
-        """Returns the place to which an operation adds a block's gradient. `end` must follow.
+    def begin(self, operation: ComputeBlock, block: BlockIndex, dtype: torch.dtype) -> StreamedGrad:
+        """Returns the place to which an operation adds a block's gradient, for sums of type `dtype`. `end` must follow.
 
         May wait for slots, for memory, and for the sum of the group before, or of another block's operation.
         """
-        user, buffers, use = self._user_of(block), self._buffers_of(block), (operation.block, block)
+        user = self._user_of[block] = block if block in self._in_fp32 and dtype is torch.float32 else None
+        buffers, use = self._buffers_of(block), (operation.block, block)
+        assert buffers.dtype is dtype, "the plan has buffers for such sums"
         others = self._memory.enter(user)
         self._device.compute.run(functools.partial(buffers.wait_for_others, others))
         sums, left = PieceSums(), None
@@ -149,11 +156,13 @@ class StreamedGrads:
         keys = self._context.layout.chunk_keys(block)
         acquired = self._slots.acquire(len(keys)) if is_complete else self._partials.slots_for(operation, use)
         slots = dict(zip(keys, acquired, strict=True))
-        tied = None
+        rounded = tied = None
         if is_complete:
             self._complete[block] = slots
             if block in self._tied:
-                sums, tied = self._with_other_use(operation, sums)
+                sums, tied, rounded = self._with_other_use(operation, sums)
+            elif user is not None:
+                rounded = self._rounded(operation, block, self._running_slots)
         grad = StreamedGrad(
             buffers,
             self._bounds[block],
@@ -163,6 +172,7 @@ class StreamedGrads:
             is_complete=is_complete,
             moves=is_complete or self._context.plan.passes_sums_at_once,
             lanes=self._lanes_of(operation),
+            rounded=rounded,
             tied=tied,
         )
         self._last = _Last(operation, block, grad, sums, slots, left)
@@ -195,8 +205,8 @@ class StreamedGrads:
             was_read = functools.partial(self._partials.was_read, operation, left)
             total = HostTotal(home=home, touched=left.total.touched, on_read=working_at(operation, was_read))
         between = None
-        if len(self._lane_slots) >= len(keys):
-            between = self._home(operation, block, dict(zip(keys, self._lane_slots, strict=False)), is_partial=True)
+        if len(self._running_slots) >= len(keys):
+            between = self._home(operation, block, dict(zip(keys, self._running_slots, strict=False)), is_partial=True)
         _, *parts = self._memory.buffers[block]
         return SumBesideTotal(self._by_user[None], sums, parts, self._params_of(block), total, between)
 
@@ -217,13 +227,10 @@ class StreamedGrads:
     def _open_buffers(self, flats: Sequence[torch.Tensor]) -> GradPieceBuffers:
         return GradPieceBuffers(self._device, flats[:-NUM_REST_BUFFERS], flats[-NUM_REST_BUFFERS:])
 
-    def _user_of(self, block: BlockIndex) -> BlockIndex | None:
-        return block if block in self._tied else None
-
     def _buffers_of(self, block: BlockIndex) -> GradPieceBuffers:
-        return self._by_user[self._user_of(block)]
+        return self._by_user[self._user_of.get(block)]
 
-    def _with_other_use(self, operation: ComputeBlock, own: PieceSums) -> tuple[PieceSums, TiedSums]:
+    def _with_other_use(self, operation: ComputeBlock, own: PieceSums) -> tuple[PieceSums, TiedSums, RoundedSums]:
         """Returns the sum that the head has left of a tied embedding, and the embedding's own to be added to it."""
         block, layout = operation.block, self._context.layout
         head = BlockIndex(len(layout.blocks) - 1)
@@ -232,10 +239,15 @@ class StreamedGrads:
         if self._context.spec.training.num_microbatches > 1:
             slots = self._partials.slots_for(operation, (block, block))
             home = self._home(operation, block, dict(zip(keys, slots, strict=True)), is_partial=True)
-        between = self._home(operation, block, dict(zip(keys, left.total.slots, strict=True)), is_partial=True)
+        rounded = self._rounded(operation, block, left.total.slots)
+        return self._pieces_of(operation, block, left), TiedSums(own=own, own_home=home), rounded
+
+    def _rounded(self, operation: ComputeBlock, block: BlockIndex, slots: Sequence[Span]) -> RoundedSums:
+        """Describes a sum in fp32 that becomes a gradient. `slots`: its place until then, one for each chunk."""
+        keys = self._context.layout.chunk_keys(block)
+        between = self._home(operation, block, dict(zip(keys, slots, strict=True)), is_partial=True)
         last = self._context.spec.training.num_microbatches - 1
-        tied = TiedSums(own=own, own_home=home, between=between, last_microbatch=last, dtype=self._dtype)
-        return self._pieces_of(operation, block, left), tied
+        return RoundedSums(between=between, last_microbatch=last, dtype=self._dtype)
 
     def _when_moved(self, last: _Last) -> None:
         """Tells other GPU workers of an operation's sums when they were read, and when they are in host memory."""
@@ -262,7 +274,7 @@ class StreamedGrads:
         home = None
         if self._lanes.has_long_lane or operation.phase is Phase.HEAD:  # the head may have several slices
             keys = self._context.layout.chunk_keys(operation.block)
-            slots = dict(zip(keys, self._lane_slots, strict=False))
+            slots = dict(zip(keys, self._running_slots, strict=False))
             home = self._home(operation, operation.block, slots, is_partial=True)
         chunk_numel = self._context.layout.chunk_numel
         return PieceLanes(division=self._lanes, last=self._lanes.lane_of(stop - 1), home=home, chunk_numel=chunk_numel)

@@ -19,6 +19,7 @@ from windlass.engine.memory_plan import (
     make_plan,
 )
 from windlass.engine.model import ModelLayout
+from windlass.engine.slices import num_slice_tokens
 from windlass.storage.ids import (
     ActorName,
     BlockIndex,
@@ -308,9 +309,9 @@ class CoreContext:
         """Returns the arena spans for sums of lanes that a group of micro-batches leaves unfinished."""
         return self._slots_of_sums(self.plan.open_lanes)
 
-    def lane_sum_pool(self, rank: int) -> Pool:
+    def running_sum_pool(self, rank: int) -> Pool:
         """Returns a GPU worker's slots for sums of the running operation, where gradients leave in pieces."""
-        pool = self.plan.lane_sums
+        pool = self.plan.running_sums
         return replace(pool, offset=pool.offset + rank * pool.nbytes)
 
     def passing_pools(self, rank: int) -> tuple[Pool, Pool]:
@@ -461,6 +462,7 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
         is_naive=spec.training.order_of_updates.is_naive,
         host_memory_nbytes=spec.host_memory_nbytes,
         num_microbatches=spec.training.num_microbatches,
+        is_sliced=_is_sliced(spec, layout),
         num_lanes=spec.training.lanes,
         num_ranks=spec.num_ranks,
         free_nbytes=free_nbytes,
@@ -474,6 +476,16 @@ def _plan_of(spec: JobCore, layout: ModelLayout, *, has_ssds: bool, free_nbytes:
             f"not go to SSDs; host_blocks names {len(plan.host_blocks)} of {num_own} blocks"
         )
     return plan
+
+
+def _is_sliced(spec: JobCore, layout: ModelLayout) -> bool:
+    """Returns whether the head may go over a micro-batch in several slices, also where that is not known."""
+    num_tokens = spec.training.microbatch_size * spec.training.sequence_length
+    # A layout of an earlier release lacks the vocabulary. It is the longest side of what the head uses. Such a job has
+    # the room that was planned, and none for slices that its head does not have.
+    of_head = (param for block in layout.shared[-1] for param in layout.blocks[block].params)
+    vocab_size = layout.vocab_size or max((size for param in of_head for size in param.shape), default=0)
+    return not vocab_size or num_tokens > num_slice_tokens(spec.training.head_slices, vocab_size)
 
 
 def _crossings_of(spec: JobCore, layout: ModelLayout) -> Crossings:

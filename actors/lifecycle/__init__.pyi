@@ -16,6 +16,7 @@ from windlass.actors.lifecycle.cpu_affinity import numa_nodes as numa_nodes
 from windlass.actors.lifecycle.gpu_allocator import allocator_settings as allocator_settings
 from windlass.actors.lifecycle.parent_death import die_with_parent as die_with_parent
 from windlass.actors.lifecycle.report_timer import ReportTimer as ReportTimer
+from windlass.actors.lifecycle.report_timer import StartReport as StartReport
 from windlass.actors.lifecycle.session_priority import COMPUTING_NICENESS as COMPUTING_NICENESS
 from windlass.actors.lifecycle.session_priority import lower_session as lower_session
 from windlass.actors.lifecycle.stop_request import StopRequest as StopRequest

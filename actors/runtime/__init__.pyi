@@ -13,9 +13,11 @@ from windlass.actors.runtime.ray_runner import launch_runner as launch_runner
 from windlass.actors.runtime.sockets import MessageServer as MessageServer
 from windlass.actors.runtime.start_up import START_DEADLINE_S as START_DEADLINE_S
 from windlass.actors.runtime.start_up import CallActors as CallActors
+from windlass.actors.runtime.start_up import DuringWait as DuringWait
 from windlass.actors.runtime.start_up import decide as decide
 from windlass.actors.runtime.start_up import decisions_path as decisions_path
 from windlass.actors.runtime.start_up import free_memory_of as free_memory_of
 from windlass.actors.runtime.start_up import plan_attempt as plan_attempt
 from windlass.actors.runtime.start_up import recovery_of as recovery_of
 from windlass.actors.runtime.start_up import start_actors as start_actors
+from windlass.actors.runtime.start_up import waits_for as waits_for

@@ -6,6 +6,7 @@ Ray (`sockets.py`). Messages between two actors keep their order.
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 import time
@@ -34,10 +35,12 @@ from windlass.actors.runtime.sockets import MessageClient, MessageServer
 from windlass.actors.runtime.start_up import (
     START_DEADLINE_S,
     WORKER_DEADLINE_S,
+    DuringWait,
     create_arena,
     free_memory_of,
     node_of_all,
     plan_attempt,
+    waits_for,
     worker_names,
 )
 from windlass.actors.scheduler import ActorLostError
@@ -160,13 +163,13 @@ class RayBox:
     They end with this process.
     """
 
-    def __init__(self, context: JobContext, free_nbytes: int, check_stop: Callable[[], None]) -> None:
+    def __init__(self, context: JobContext, free_nbytes: int, during_wait: DuringWait) -> None:
         """Internal: use `start`."""
         self.context = context
         self.free_nbytes = free_nbytes  # of host memory, when the attempt was planned
         self.arena: Arena
         self._spec = context.spec
-        self._check_stop = check_stop
+        self._during_wait = during_wait
         self._workers: dict[ActorName, Any] = {}
         self._alive: dict[Any, ActorName] = {}
         self._outbox: Outbox
@@ -179,12 +182,12 @@ class RayBox:
         spec: JobSpec,
         layout: ModelLayout,
         mailboxes: Mapping[ActorName, str],
-        check_stop: Callable[[], None],
+        during_wait: DuringWait,
     ) -> Self:
         """Plans the attempt on this box, and starts its processes, but none of their actors.
 
-        `mailboxes`: addresses of MessageServers of this process, by the actors that they are for. `check_stop` is
-        called during waits, also those of `call`. It raises an error if the attempt is to stop.
+        `mailboxes`: addresses of MessageServers of this process, by the actors that they are for. `during_wait` is
+        called in the waits of `call`, too.
 
         Raises:
             PlanError, InsufficientSpaceError: the job does not fit the machine.
@@ -192,7 +195,7 @@ class RayBox:
             ActorLostError: a process has died.
         """
         free_nbytes = free_memory_of(spec)
-        box = cls(plan_attempt(spec, layout, free_nbytes=free_nbytes), free_nbytes, check_stop)
+        box = cls(plan_attempt(spec, layout, free_nbytes=free_nbytes), free_nbytes, during_wait)
         with contextlib.ExitStack() as failed:
             failed.callback(box.close)
             box._start(mailboxes)
@@ -212,7 +215,7 @@ class RayBox:
         not answer in time.
         """
         calls = {name: getattr(self._workers[name], method).remote(*arguments) for name in names}
-        return _answers_of(calls, deadline_s, self._check_stop)
+        return _answers_of(calls, deadline_s, functools.partial(self._during_wait, waits_for(method)))
 
     def check(self) -> None:
         """Raises ActorLostError if a process has died."""
@@ -253,7 +256,8 @@ class RayBox:
         self._processes.callback(self._kill_workers)
         self._await_devices(group)
         addresses = self._make_workers(group, has_gpus=has_gpus) | dict(mailboxes)
-        self.arena = create_arena(self.context, self._gpu_node() if has_gpus else None, self._check_stop)
+        node = self._gpu_node() if has_gpus else None
+        self.arena = create_arena(self.context, node, self._during_wait)
         self._arena.callback(clean_up, self._spec, self.arena.unlink)
         self._arena.callback(clean_up, self._spec, self.arena.close)
         self._connect(addresses)
@@ -262,7 +266,7 @@ class RayBox:
     def _await_devices(self, group: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S
         while not group.wait(_STOP_CHECK_S):
-            self._check_stop()
+            self._during_wait("Waiting for devices that another job still holds")
             if time.monotonic() > until_s:
                 number = self._spec.num_ranks
                 what = "no device" if number == 1 else f"not all {number} devices"

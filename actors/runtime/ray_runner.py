@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from windlass.actors.job import JOURNAL_FILE, SCHEDULER, JobContext, JobSpec, Journal, append_error
-from windlass.actors.lifecycle import StopRequest, begin_attempt, has_begun, tell_alive
+from windlass.actors.lifecycle import StartReport, StopRequest, begin_attempt, has_begun, tell_alive
 from windlass.actors.messages import Message, UserMessage
 from windlass.actors.runtime.ray_box import RayBox, hide_gpus
 from windlass.actors.runtime.sockets import MessageServer
@@ -104,6 +104,7 @@ class Runner(RunnerActor):
         self._stop = StopRequest()
         self._lock = threading.Lock()  # protects `_scheduler`, `_early`, `_is_over` and the runner's journal writes
         self._early: list[Message] = []  # messages that arrived before the scheduler was made
+        self._waits = StartReport(self._tell_wait)
         self._told: set[str] = set()  # messages of actors, before the scheduler was made
         self._is_over = False  # the outcome is in the journal
 
@@ -204,7 +205,7 @@ class Runner(RunnerActor):
         if spec.stages:
             raise PlanError(f"the job has {len(spec.stages)} stages, and its runner knows no other boxes")
         mailbox = MessageServer(self._post)
-        box = RayBox.start(spec, self._read_layout(), {SCHEDULER: mailbox.address}, self._check_stop)
+        box = RayBox.start(spec, self._read_layout(), {SCHEDULER: mailbox.address}, self._during_wait)
         with contextlib.closing(box):
             commit = start_actors([spec], box.call)
             outcome = self._train(box.context, box.send, commit, box.check)
@@ -224,6 +225,15 @@ class Runner(RunnerActor):
         with self._lock:
             self._is_over = True
         return outcome
+
+    def _during_wait(self, what: str) -> None:
+        """Says what the attempt waits for while it starts. Raises the error of `_check_stop`; see `DuringWait`."""
+        self._check_stop()
+        self._waits.note(what)
+
+    def _tell_wait(self, text: str) -> None:
+        with self._lock:
+            self._tell_message(text)
 
     def _check_stop(self) -> None:
         """Raises _StoppedAtStartError if the attempt is to stop, unless only its report of a complete model is left."""

@@ -1,6 +1,7 @@
 """The start of an attempt, which is the same under Ray and in one process."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from windlass.actors.job import (
     ssd_name,
     survey_ssds,
 )
+from windlass.amounts import bytes_text
 from windlass.engine.model import ModelLayout
 from windlass.storage.ids import ActorName, Step
 from windlass.storage.integrity import StoreError
@@ -32,6 +34,16 @@ from windlass.storage.store import (
     last_decision,
     recover,
 )
+
+# What a starting attempt waits for in a call of its actors, by the method; see `DuringWait`.
+_CALLED = {
+    "open_space": "Opening the job's tensor stores on the SSDs",
+    "start": "The job's processes open their files and devices",
+}
+
+# Called again and again during the waits of a starting attempt, with what it waits for in words for its user. It
+# raises an error if the attempt is to stop.
+DuringWait = Callable[[str], None]
 
 START_DEADLINE_S = 120.0  # seconds until processes must have started and answered a call
 # Seconds until workers must have started. It is long because a worker may compile kernels, or wait for another process
@@ -51,6 +63,11 @@ class CallActors(Protocol):
     def __call__(
         self, names: Sequence[ActorName], method: str, *arguments: object, deadline_s: float = START_DEADLINE_S
     ) -> dict[ActorName, Any]: ...
+
+
+def waits_for(method: str) -> str:
+    """Returns what an attempt waits for while its actors carry out a method of their start, for the job's user."""
+    return _CALLED.get(method, "Starting the job's processes")
 
 
 def worker_names(spec: JobSpec) -> list[ActorName]:
@@ -98,16 +115,16 @@ def plan_attempt(
     return context
 
 
-def create_arena(context: JobContext, node: int | None, check_stop: Callable[[], None] | None = None) -> Arena:
+def create_arena(context: JobContext, node: int | None, during_wait: DuringWait = lambda _: None) -> Arena:
     """Creates the arena of an attempt. `node` is the NUMA node near the job's GPUs, on a machine with several.
-
-    `check_stop` raises an error if the attempt is to stop; see `Arena.create`.
 
     Raises:
         RoomLostError: the room that there was at the planning is gone.
     """
+    nbytes = context.plan.arena_nbytes
+    check_stop = functools.partial(during_wait, f"Allocating {bytes_text(nbytes)} of host memory")
     try:
-        return Arena.create(context.arena_path, context.plan.arena_nbytes, node=node, check_stop=check_stop)
+        return Arena.create(context.arena_path, nbytes, node=node, check_stop=check_stop)
     except InsufficientSpaceError as error:
         raise RoomLostError(error.what, error.path, error.needed_nbytes, error.free_nbytes, _ADVICE_ON_LOSS) from error
 

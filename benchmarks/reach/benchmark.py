@@ -140,7 +140,7 @@ def _question(size: int, hardware: Hardware) -> PlanQuestion:
 
 def _report(question: PlanQuestion, size: int) -> PlanReport:
     job, solution, step_s = fastest_plan(question, _profiles(size))
-    return planned(question, job, solution, _profiles(size), step_s=step_s, advises=False).report
+    return planned(question, job, solution, _profiles(size), step_s=step_s).report
 
 
 _COLUMNS = ("step, s", "tokens a second", "model's TFLOPS", "busiest", "RAM, GiB")

@@ -9,6 +9,8 @@ from html import escape
 _CELL_WIDTH, _CELL_HEIGHT = 44, 22
 _LEFT, _TOP, _GAP = 44, 74, 22
 _PANEL_LEFT, _PANEL_TOP = 30, 40
+# Widths of a character of a panel's title and of the picture's title, which fonts seldom exceed.
+_TITLE_CHARACTER, _HEADING_CHARACTER = 8.0, 8.8
 _FONT = "font-family='system-ui, sans-serif'"
 # RGB of the smallest and of the largest number. Text is white on shades past the middle.
 _PALE, _DARK = (233, 241, 250), (8, 48, 107)
@@ -34,11 +36,13 @@ def heat_maps(
     most: float,
 ) -> str:
     """Returns an SVG of rows of panels with the same axes, shaded by the logarithm. `most`: shown as "or more"."""
-    width = len(columns) * _CELL_WIDTH + _PANEL_LEFT + _GAP
+    longest = max(len(each.title) for line in panels for each in line)
+    width = math.ceil(max(len(columns) * _CELL_WIDTH, longest * _TITLE_CHARACTER)) + _PANEL_LEFT + _GAP
     height = len(rows) * _CELL_HEIGHT + _PANEL_TOP + _GAP
     known = [number for line in panels for each in line for row in each.numbers for number in row if number]
     low, high = math.log(min(known, default=1)), math.log(max(known, default=2))
-    whole = (_LEFT + width * len(panels[0]), _TOP + height * len(panels))
+    most_width = max(width * max(map(len, panels)), math.ceil(len(title) * _HEADING_CHARACTER) + _GAP)
+    whole = (_LEFT + most_width, _TOP + height * len(panels))
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {whole[0]} {whole[1]}' {_FONT} font-size='12' "
         "text-anchor='middle'>",

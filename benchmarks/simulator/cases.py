@@ -24,6 +24,7 @@ from windlass.actors.scheduler import job_shape
 from windlass.engine.memory_plan import ActivationChoice, Placement, QueueDepths
 from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.model import Partition, build_meta_model, load_config
+from windlass.engine.slices import num_slice_tokens
 from windlass.planner.simulation.simulate import Rates, Work, simulate
 from windlass.storage.ids import ActorName, Kernel, Precision
 from windlass.storage.io import DEFAULT_IO
@@ -82,6 +83,7 @@ class Case:
     num_ranks: int = 1  # with more, only bytes can be compared: the slow machine has one link and one GPU
     is_tied: bool = False
     clip_norm: float | None = None
+    precision: Precision = Precision.FP32
 
     def hurried(self) -> "Case":
         """Returns the same job on a machine that is not slowed down."""
@@ -192,7 +194,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
     """
     with patch.object(arena_layout, "ACTIVATION_SLOT_NBYTES", _ACTIVATION_SLOT_NBYTES):
         spec = _spec(case, folder)
-        partition = Partition(build_meta_model(load_config(spec.model_dir), Precision.FP32), _CHUNK_NUMEL)
+        partition = Partition(build_meta_model(load_config(spec.model_dir), case.precision), _CHUNK_NUMEL)
         num_tokens = BATCH_SIZE * LENGTH // case.num_microbatches
         # Seconds to multiply one param with all tokens of a micro-batch.
         product_s = case.layer_s / partition.layout.blocks[1].decay_numel
@@ -210,7 +212,11 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
             for (step, block), tensors in machine.swapped.items()
             if step == 2
         }
-        work = Work(compute_s=compute_seconds(context, product_s), swapped_nbytes=swapped)
+        work = Work(
+            compute_s=compute_seconds(context, product_s),
+            swapped_nbytes=swapped,
+            head_slices=-(-num_tokens // num_slice_tokens(spec.training.head_slices, partition.layout.vocab_size)),
+        )
         steps = simulate(context, job_shape(context, context.spec.output_dir), _rates(case), work)
     simulated = Run(
         step_s=statistics.fmean(step.summary["period_s"] for step in steps[_INNER]),
@@ -221,7 +227,7 @@ def compare(case: Case, folder: Path, *, direct: bool = True) -> Comparison:
 
 
 def _spec(case: Case, folder: Path) -> JobSpec:
-    """Returns a job in fp32 with states on two SSDs. Writes its model and tokens if no earlier case has."""
+    """Returns a job with states on two SSDs. Writes its model and tokens if no earlier case has."""
     kind = folder / ("tied" if case.is_tied else "plain")
     shape = ModelShape(
         hidden=64,
@@ -248,7 +254,8 @@ def _spec(case: Case, folder: Path) -> JobSpec:
         num_microbatches=case.num_microbatches,
         lanes=case.lanes,
         clip_norm=case.clip_norm,
-        precision=Precision.FP32,
+        precision=case.precision,
+        accumulation_precision=case.precision,
         kernel=Kernel.FUSED,  # do not compile a kernel for updates this small
     )
     depths = QueueDepths(leaving_nbytes=_LEAVING_NBYTES)

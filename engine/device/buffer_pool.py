@@ -23,10 +23,12 @@ def narrowed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def round_in_place(flat: torch.Tensor, target: torch.Tensor) -> None:
     """Rounds all elements of a buffer to `narrowed(flat, dtype)`. Takes `rounding_nbytes` beside the buffer."""
-    for start in range(0, flat.numel(), ROUNDING_NUMEL):
-        # A part is written after it and all parts before it were read, and takes less memory than these.
-        part = flat[start : start + ROUNDING_NUMEL].to(target.dtype)
-        target[start : start + part.numel()].copy_(part)
+    stop = min(flat.numel(), ROUNDING_NUMEL)
+    target[:stop].copy_(flat[:stop].to(target.dtype))
+    while stop < flat.numel():
+        # Elements have half the bytes when they are rounded. So a part ends in memory that was read, before itself.
+        start, stop = stop, min(flat.numel(), 2 * stop)
+        target[start:stop].copy_(flat[start:stop])
 
 
 class DeviceBuffers:

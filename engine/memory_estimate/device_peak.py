@@ -209,7 +209,7 @@ def _streamed_grads_nbytes(
         itemsize=itemsize,
         summed_in_fp32=in_fp32,
         is_summed=is_summed,
-        tied=plan.tied_in_pieces,
+        fp32_in_pieces=plan.fp32_in_pieces,
         has_lanes=has_lanes,
         chunk_numel=layout.chunk_numel,
     )

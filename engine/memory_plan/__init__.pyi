@@ -28,7 +28,6 @@ from windlass.engine.memory_plan.buffer_counts import lane_buffers as lane_buffe
 from windlass.engine.memory_plan.buffer_counts import overlay_nbytes as overlay_nbytes
 from windlass.engine.memory_plan.buffer_counts import param_buffer_numels as param_buffer_numels
 from windlass.engine.memory_plan.buffer_counts import param_buffers as param_buffers
-from windlass.engine.memory_plan.buffer_counts import rounded_in_pieces as rounded_in_pieces
 from windlass.engine.memory_plan.buffer_counts import rounded_numel as rounded_numel
 from windlass.engine.memory_plan.buffer_counts import rounding_nbytes as rounding_nbytes
 from windlass.engine.memory_plan.buffer_counts import streamed_grads_nbytes as streamed_grads_nbytes

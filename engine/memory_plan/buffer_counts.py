@@ -16,8 +16,8 @@ from windlass.storage.ids import Formats
 MAX_GRAD_BUFFERS = 2
 # Buffers in the same memory begin at multiples of this, as those of PyTorch's allocator do.
 OVERLAY_ALIGNMENT_NBYTES = 512
-# Elements of a gradient that are rounded in place at once: 16 MiB in 16 bits.
-ROUNDING_NUMEL = 2**23
+# Elements at the start of a gradient that are rounded beside it: 8 KiB in 16 bits. All others are rounded in place.
+ROUNDING_NUMEL = 2**12
 # Elements of a 16-bit gradient that are added to fp32 sums at once on a CPU, which converts them first: 4 MiB.
 ADDED_NUMEL = 2**20
 _FP32_NBYTES = 4
@@ -130,14 +130,14 @@ def grad_overlay_of_job(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
-    tied: Collection[int] = (),
+    fp32_in_pieces: Collection[int] = (),
     has_lanes: bool = False,
 ) -> dict[int | None, list[tuple[int, int]]]:
     """Returns the gradient buffers that lie in the same memory, by user: (number of elements, bytes of an element).
 
     The users are all blocks whose gradients leave in pieces together (None), and blocks that are computed before and
     after all layers. Of these, the first buffer is for the sum. With several lanes it is a lane's, and the others are
-    for parts of the total. A tied block whose gradient leaves in pieces is a user, too, because these are fp32 sums.
+    for parts of the total. A block whose gradient leaves in pieces, as sums in fp32, is a user, too.
 
     Args:
         block_numels: the elements of each block.
@@ -146,15 +146,19 @@ def grad_overlay_of_job(
         itemsize: bytes of an element of a gradient that leaves the device.
         summed_in_fp32: blocks whose gradients are always summed in fp32.
         is_summed: several micro-batches are summed.
-        tied: of the blocks in `pieces`, those to whose gradients operations of other blocks add.
+        fp32_in_pieces: see `Plan.fp32_in_pieces`.
         has_lanes: they are summed in several lanes.
     """
     users: dict[int | None, list[tuple[int, int]]] = {None: []}
-    for user in (None, *tied):
-        mine = {block: bounds for block, bounds in pieces.items() if (block if block in tied else None) == user}
+    # In steps in which the head has one slice, its gradient uses the buffers of layers.
+    together = [block for block in pieces if block not in fp32_in_pieces or block == len(block_numels) - 1]
+    for user in (None, *fp32_in_pieces):
+        mine = together if user is None else [user]
         numels = [block_numels[block] for block in mine]
-        # The sums of both uses of a tied block come back.
-        in_pieces, rests = grad_piece_numels(list(mine.values()), numels, is_summed=is_summed or user is not None)
+        # The sums of both uses of a tied block come back, and those of slices.
+        in_pieces, rests = grad_piece_numels(
+            [pieces[block] for block in mine], numels, is_summed=is_summed or user is not None
+        )
         nbytes = itemsize if user is None else _FP32_NBYTES
         users[user] = [(numel, nbytes) for numel in (*in_pieces, *rests)]
     for block in blocks:
@@ -173,7 +177,7 @@ def streamed_grads_nbytes(
     itemsize: int,
     summed_in_fp32: Collection[int],
     is_summed: bool,
-    tied: Collection[int] = (),
+    fp32_in_pieces: Collection[int] = (),
     has_lanes: bool,
     chunk_numel: int,
 ) -> int:
@@ -190,7 +194,7 @@ def streamed_grads_nbytes(
         itemsize=itemsize,
         summed_in_fp32=summed_in_fp32,
         is_summed=is_summed,
-        tied=tied,
+        fp32_in_pieces=fp32_in_pieces,
         has_lanes=has_lanes,
     )
     largest = max(block_numels[layer] for layer in pieces)
@@ -239,17 +243,6 @@ def summed_in_fp32(shared: Sequence[Sequence[int]], *, is_sliced: bool) -> set[i
     """
     tied = {block for blocks in shared for block in blocks[1:]}
     return tied.union(shared[-1] if is_sliced else ())
-
-
-def rounded_in_pieces(grad_streamed: Collection[int], summed_in_fp32: Collection[int], *, itemsize: int) -> list[int]:
-    """Returns the blocks whose gradients cannot leave in pieces: their sums would be rounded each time they go out.
-
-    Args:
-        grad_streamed: see `Plan.grad_streamed_blocks`.
-        summed_in_fp32: blocks whose gradients are always summed in fp32.
-        itemsize: bytes of an element of a gradient that leaves the device.
-    """
-    return sorted(set(grad_streamed).intersection(summed_in_fp32)) if itemsize < _FP32_NBYTES else []
 
 
 def rounding_nbytes(block_numels: Sequence[int], summed_in_fp32: Collection[int], *, itemsize: int) -> int:

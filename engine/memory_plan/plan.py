@@ -188,8 +188,9 @@ class Plan:
     partial_grads: Pool
     open_lanes: Pool  # as `partial_grads`, for sums of lanes in which a group ends
     # Owned by the first GPU worker; those of the others follow. For the running operation, where gradients leave in
-    # pieces: for a layer's lane between micro-batches, or for the total of embedding or head between lanes.
-    lane_sums: Pool
+    # pieces: for a layer's lane between micro-batches, for the total of embedding or head between lanes, or for the
+    # head's sum between slices, if the gradient that leaves has 16 bits.
+    running_sums: Pool
     num_cached_params: int  # the first chunks on the SSDs; each has its own slot of `params` between uses
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
@@ -223,6 +224,9 @@ class Plan:
     # Of `grad_streamed_blocks`, the tied embedding. The head adds to its gradient in pieces, too. The sum of that use
     # waits in slots of `partial_grads` for the embedding's operation.
     tied_in_pieces: tuple[int, ...]
+    # Of `grad_streamed_blocks`, those with buffers of their own for sums in fp32: a tied embedding; and a head in
+    # several slices, if the gradient that leaves has 16 bits. Its pieces are rounded when they are complete.
+    fp32_in_pieces: tuple[int, ...]
     num_fetched_params: int  # chunks that may be in flight from the SSDs, and their slots of `params`
     leaving_nbytes: int  # swapped activations that may still be on the device
     # Owned by the first GPU worker: slots for a micro-batch's hidden states, or their gradient, from and to other

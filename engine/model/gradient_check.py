@@ -120,7 +120,7 @@ def check_architecture(
             ways += ["streams_ends"] if streams_ends else []
             with_choice = f" with {' and '.join(ways)}" if ways else ""
             partition = Partition(build_meta_model(tiny, Precision.FP32))
-            params = dict(model.named_parameters())
+            params = _params_of(model)
             layout = partition.layout
             streamed = [block.index for block in layout.blocks] if is_streamed else []
             ends = streamed if len(layout.shared[-1]) == 1 else streamed[:-1]  # a tied head has no matrix of its own
@@ -178,7 +178,7 @@ def check_kernels(
         for choice in choices:
             partition = Partition(build_meta_model(tiny, precision))
             apply_kernels(partition.model, kernels)
-            params = dict(model.named_parameters())
+            params = _params_of(model)
             found = _gradients_with(choice, partition, params, batch, targets, kernels=kernels)
             if (differing := _first_far_off(expected, found, tolerance)) is not None:
                 raise KernelUnavailable(f"with {names} a tiny model has other gradients, first at {differing}")
@@ -194,7 +194,8 @@ def _first_far_off(
     """Returns the first parameter whose gradients differ by more than `tolerance` of their norm, or hold NaN."""
     norms = {name: float(grad.float().norm()) for name, grad in expected.items()}
     least = _LEAST_NORM * max(norms.values())  # because much smaller gradients consist of rounding errors
-    for name, grad in expected.items():
+    for name in found:
+        grad = expected[name]
         if not float((found[name].float() - grad.float()).norm()) <= tolerance * max(norms[name], least):
             return name
     return None
@@ -203,7 +204,8 @@ def _first_far_off(
 def _first_differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
     """Returns the first parameter whose gradients differ by more than rounding, None if there is none."""
     largest = max((float(grad.abs().max()) for grad in expected.values()), default=0.0)
-    for param, grad in expected.items():
+    for param in found:
+        grad = expected[param]
         scale = float(grad.abs().max()) or 1.0
         if not torch.allclose(found[param], grad, rtol=0.0, atol=max(_TOLERANCE * scale, _NOISE * largest)):
             return param
@@ -227,9 +229,16 @@ def _plain_gradients(model: Any, batch: Sequence[torch.Tensor], targets: Sequenc
             hook.remove()
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
         torch.autograd.backward(loss / num_targets)
-    return {
-        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in model.named_parameters()
-    }
+    params = _params_of(model)
+    return {name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in params.items()}
+
+
+def _params_of(model: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters by each of their names.
+
+    PyTorch lists a shared one by the name that was registered first, and a layout by that in the first block.
+    """
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _gradients_with(

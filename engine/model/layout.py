@@ -112,6 +112,7 @@ class ModelLayout:
     # Per block, the blocks whose params its computation reads: itself first, then those it shares tied tensors with.
     shared: tuple[tuple[BlockIndex, ...], ...] = ()
     hidden_size: int = 0  # elements of the hidden state of one token; 0: unknown
+    vocab_size: int = 0  # logits of one token; 0: unknown
     own: frozenset[int] | None = None  # the blocks that have chunks here; None: all. See `of_blocks`
     lent: frozenset[int] = frozenset()  # of the own blocks: those whose params operations of other boxes use, too
 
@@ -147,7 +148,8 @@ class ModelLayout:
             tied=raw["tied"],
             chunk_numel=raw["chunk_numel"],
             shared=tuple(tuple(BlockIndex(b) for b in shared) for shared in raw["shared"]),
-            hidden_size=raw.get("hidden_size", 0),  # layouts of earlier releases lack it
+            hidden_size=raw.get("hidden_size", 0),  # layouts of earlier releases lack it, and the next one
+            vocab_size=raw.get("vocab_size", 0),
         )
 
     def of_blocks(self, first: int, stop: int) -> "ModelLayout":

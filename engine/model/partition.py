@@ -359,8 +359,8 @@ class Partition:
         shared = tuple(
             (BlockIndex(b), *sorted({site.block for site in sites} - {b})) for b, sites in enumerate(self.sites)
         )
-        hidden_size = getattr(self.model.config, "hidden_size", 0)
-        self.layout = replace(self.layout, shared=shared, hidden_size=hidden_size)
+        hidden_size, vocab_size = (getattr(self.model.config, name, 0) for name in ("hidden_size", "vocab_size"))
+        self.layout = replace(self.layout, shared=shared, hidden_size=hidden_size, vocab_size=vocab_size)
 
     def grads_used(self, user: int, block: int, cut_matrices: int | None) -> frozenset[str]:
         """Returns the names of those tensors of a block to whose gradients the operation of another block adds.

@@ -6,5 +6,6 @@ from windlass.engine.pieces.chunk_norms import ChunkNorms as ChunkNorms
 from windlass.engine.pieces.grad_pieces import GradPieceBuffers as GradPieceBuffers
 from windlass.engine.pieces.grad_pieces import PieceLanes as PieceLanes
 from windlass.engine.pieces.grad_pieces import PieceSums as PieceSums
+from windlass.engine.pieces.grad_pieces import RoundedSums as RoundedSums
 from windlass.engine.pieces.grad_pieces import StreamedGrad as StreamedGrad
 from windlass.engine.pieces.grad_pieces import TiedSums as TiedSums

@@ -6,6 +6,7 @@ have the same order, and the same bits, as in one buffer of the whole layer. Onl
 a buffer waits for the copies from it and to it.
 
 The head goes over slices of a micro-batch, and each adds to all of its tensors. So its pieces come back for each slice.
+Where the sum is wider than the gradient, a piece is rounded when it leaves for the last time.
 
 With several lanes, a lane's sum and the total of the lanes before are two sums of a piece. In the lane's last
 micro-batch the total comes to the device, too, and the piece leaves as the new total. In the head it is the last slice
@@ -52,7 +53,7 @@ class PieceSums:
 
 
 class SecondGradientError(RuntimeError):
-    """A tensor gets two gradients in the last micro-batch of a lane, and the first one was added to the total."""
+    """A tensor gets two gradients in the last micro-batch of a sum, after which its piece has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,15 @@ class PieceLanes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedSums:
+    """The total of an operation that completes a gradient, in a type that may be wider than that of the gradient."""
+
+    between: GradHome  # its place until all is added, in the buffers' dtype
+    last_microbatch: int  # of a full step: after it, or its last slice, all is added
+    dtype: torch.dtype  # of the complete gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TiedSums:
     """The sum of a tied block's own operation, which completes the gradient. The total has that of the other use.
 
@@ -74,9 +84,6 @@ class TiedSums:
 
     own: PieceSums  # so far
     own_home: GradHome | None  # its place between micro-batches; None: there is one only
-    between: GradHome  # the place of a total to which not all of the sum is added yet, in the buffers' dtype
-    last_microbatch: int  # of a full step
-    dtype: torch.dtype  # of the complete gradient, which may be smaller than that of the buffers
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +149,7 @@ class StreamedGrad:
         is_complete: bool,
         moves: bool = True,
         lanes: PieceLanes | None = None,
+        rounded: RoundedSums | None = None,
         tied: TiedSums | None = None,
     ) -> None:
         """Continues the sums of earlier micro-batches.
@@ -155,7 +163,8 @@ class StreamedGrad:
             is_complete: the operation completes the gradient.
             moves: pieces to which nothing is added come to `home`, too.
             lanes: None if there is only one.
-            tied: of the operation that completes a tied block's gradient. It has one lane.
+            rounded: of an operation that completes a gradient whose sums are in fp32. It has one lane.
+            tied: of the operation that completes a tied block's gradient. It is `rounded`.
         """
         self._buffers = buffers
         self._bounds = tuple(bounds)
@@ -163,7 +172,8 @@ class StreamedGrad:
         # Of the open lane, if it is not the first one; or of a tied block's own operation.
         self._lane: PieceSums | None = None if tied is None else tied.own
         self._lane_home = lanes.home if lanes is not None else tied.own_home if tied is not None else None
-        self._tied = tied
+        self._rounding = rounded
+        self._is_tied = tied is not None
         self._home = home
         self._names: list[list[tuple[str, int, int]]] = [[] for _ in itertools.pairwise(bounds)]
         for name, offset, numel in params:
@@ -173,10 +183,13 @@ class StreamedGrad:
         self._is_complete, self._moves, self._lanes = is_complete, moves, lanes
         self._ends_lane = self._is_last_lane = False  # of the current micro-batch, or slice of it
         self._ends_lane_later = False  # of the current micro-batch, after its last slice
-        self._merged: set[str] = set()  # the tensors of the open lane that are in the total already
+        self._completes = False  # the current slice is the last one that adds to a rounded total
+        self._completes_later = False  # the current micro-batch is, after its last slice
+        # Tensors that get no further gradient: those of the open lane that are in the total already, and rounded ones.
+        self._ended: set[str] = set()
         self._normed: set[int] = set()  # pieces in `norms`
         device = buffers.device.device
-        self._dtype = buffers.dtype if tied is None else tied.dtype  # of a complete gradient
+        self._dtype = buffers.dtype if rounded is None else rounded.dtype  # of a complete gradient
         self.norm = NormInParts(self._bounds, self._dtype, device) if is_complete and lanes is None else None
         self.norms = ChunkNorms(self._bounds[-1], lanes.chunk_numel, device) if is_complete and lanes else None
 
@@ -189,8 +202,9 @@ class StreamedGrad:
         """See LaneSink."""
         for piece in self._left:
             self._left[piece] = self._names_of(piece)
-        if self._tied is not None:
-            self._ends_lane = self._is_last_lane = microbatch == self._tied.last_microbatch
+        self._completes_later = self._rounding is not None and microbatch == self._rounding.last_microbatch
+        if self._is_tied:
+            self._ends_lane = self._is_last_lane = self._completes_later
             self._bring(len(self._names) - 2)
         if self._lanes is not None:
             lane = self._lanes.division.lane_of(microbatch)
@@ -205,6 +219,7 @@ class StreamedGrad:
         for piece in self._left:
             self._left[piece] = self._names_of(piece)
         self._ends_lane = self._ends_lane_later and is_last
+        self._completes = self._completes_later and is_last
         self._bring(len(self._names) - 2)
 
     def end_lane(self) -> None:
@@ -215,7 +230,7 @@ class StreamedGrad:
                     self._merge(self._open(piece), is_over=True)
             self._lane, self._ends_lane = None, False
             self._ends_lane_later = False
-            self._merged.clear()
+            self._ended.clear()
         for buffer in (*self._buffers.pieces, *self._buffers.rests):
             if buffer.piece is not None:
                 self._evict(buffer)
@@ -256,11 +271,12 @@ class StreamedGrad:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _change(self, name: str, offset: int, change: Callable[[GradBuffer, int], None]) -> None:
-        if name in self._merged:
+        if name in self._ended:
+            advice = "Give" if self._lanes is None else "Train with lanes=1, or give"
             raise SecondGradientError(
                 f"{name} gets two gradients in one micro-batch. Where gradients leave the device in pieces and are "
-                "summed in several lanes, that would change bits. Train with lanes=1, or give the job enough memory of "
-                "the device, so that its gradients need not leave in pieces"
+                f"summed in several lanes, or rounded at the end, that would change bits. {advice} the job enough "
+                "memory of the device, so that its gradients need not leave in pieces"
             )
         piece = self._piece_at(offset)
         buffer = self._open(piece)
@@ -273,7 +289,7 @@ class StreamedGrad:
         if not left and self._ends_lane:
             self._merge(buffer, is_over=True)
         elif not left:
-            self._store(buffer, is_final=False)
+            self._store(buffer, is_final=self._completes)
         elif self._ends_lane:
             self._bring(piece)
         if piece != len(self._names) - 1:
@@ -340,6 +356,8 @@ class StreamedGrad:
 
     def _bring(self, piece: int) -> None:
         """Has a piece's sums copied to free buffers, if there are any: also the total, where the lane ends."""
+        if self._names_of(piece) <= self._ended:
+            return
         wanted = [(self._open_sums, self._lane is not None)]
         if self._ends_lane:
             wanted.append((self._total, False))
@@ -381,7 +399,7 @@ class StreamedGrad:
         added = names & lane.touched
         total.touched |= added
         lane.touched -= added
-        self._merged |= added
+        self._ended |= added
         lane.stored.pop(piece, None)
         buffer.is_lane, buffer.is_changed = False, True
         is_final = is_over and self._is_last_lane and names <= total.touched
@@ -397,11 +415,12 @@ class StreamedGrad:
             assert self._lane is not None, "a lane is open"
             assert self._lane_home is not None, "else it is added to the total"
             sums, home = self._lane, self._lane_home
-        elif self._tied is not None and not is_final:
-            home = self._tied.between
+        elif self._rounding is not None and not is_final:
+            home = self._rounding.between
         device, stream, view = self._buffers.device, self._buffers.d2h, self._view(buffer, piece)
         if view.dtype is not self._dtype and home is self._home:
             view = self._rounded(buffer, piece)
+            self._ended |= self._names_of(piece)
         if self.norm is not None and home is self._home:
             self.norm.put(view, self._bounds[piece])
         if self.norms is not None and is_final:

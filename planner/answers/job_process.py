@@ -78,6 +78,7 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
         request = PlanRequest.from_json(json.loads(options.question.read_text()))
         if request.running is not None:
             os.nice(NICENESS_BESIDE_COMPUTE)
+        tell_it = tell if request.tells_estimate else None
         try:
             return plan_job(
                 request,
@@ -85,8 +86,9 @@ def _run(arguments: Sequence[str], kept_shapes: KeptShapes | None) -> None:
                 options.measuring,
                 kept_shapes,
                 with_what_if,
-                watcher_of(tell if request.tells_estimate else None, check),
+                watcher_of(tell_it, check),
                 lambda: request.is_alone and not disturbed.exists(),
+                tell_it,
             ).to_json()
         except AbandonedError:
             return {"warnings": ["the plan was abandoned"]}

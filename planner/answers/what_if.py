@@ -5,7 +5,7 @@ Each answer is a plan by the same search as the job's own, so it is what `windla
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -62,7 +62,7 @@ def with_what_if(
     question: PlanQuestion,
     planned: Planned,
     watcher: Watcher = NOBODY,
-    tell: Callable[[int, int], None] = lambda _number, _total: None,
+    tell: Callable[[Planned, int], None] = lambda _so_far, _num_left: None,
 ) -> Planned:
     """Returns the answer to a question with the answers for each change, the largest gain first.
 
@@ -70,7 +70,7 @@ def with_what_if(
     compared by the machine's rates, because measured times and rates cannot be compared.
 
     `watcher`: is told of measurements, and its `check` is called before each change. A change that cannot be planned
-    has a row that says so. `tell`: is called with the number of changes that are planned, and that of all.
+    has a row that says so. `tell`: is called before each change, with the answers so far and the number that is left.
 
     Raises:
         TimesLackError: times lack that another process is to measure.
@@ -90,23 +90,27 @@ def with_what_if(
         else:
             measure = partial(measure_all, needs, profiles, see=watcher.see_measurement, check=watcher.check)
             _or_else(measure, lambda _error: None)  # the rows will say what is wrong
-    rows = []
+    rows = list[WhatIf]()
     changes = list(changes_of(question))
-    total = len(changes) + 1
     for number, change in enumerate(changes):
         watcher.check()
-        tell(number, total)
+        tell(_with_rows(planned, rows), len(changes) + 1 - number)
         rows.append(_row_of(change, profiles, now))
     watcher.check()
-    tell(len(changes), total)
+    tell(_with_rows(planned, rows), 1)
     if question.num_layers is None:
         hardware = _with_network(question.hardware)
         words = f"a second such box, over {8 * (hardware.network_gb_per_s or 0):.3g} Gbit/s"
         answer = partial(_with_second_box, replace(question, hardware=hardware), words, profiles, now)
         with contextlib.suppress(StagesError):  # the model cannot be divided
             rows.append(_row_or_problem("box", words, answer))
-    rows.sort(key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
-    return replace(planned, report=replace(planned.report, what_if=tuple(rows)))
+    return _with_rows(planned, rows)
+
+
+def _with_rows(planned: Planned, rows: Iterable[WhatIf]) -> Planned:
+    """Returns the answer with those for changes, the largest gain first."""
+    in_order = sorted(rows, key=lambda row: (row.tokens_per_s is None, -(row.tokens_per_s or 0.0)))
+    return replace(planned, report=replace(planned.report, what_if=tuple(in_order)))
 
 
 def lacking_times_of_changes(question: PlanQuestion, profiles: Profiles) -> list[TimesNeed]:

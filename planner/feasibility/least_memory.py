@@ -73,7 +73,7 @@ class _Counting:
         """Frontiers with the same value leave out nearly the same bytes."""
         costs = self.frontier.costs
         pieces = costs.streams, costs.streams_grads, costs.streams_ends, self.job.cut
-        return self.job.num_microbatches, *pieces, self.job.update_order
+        return self.job.num_microbatches, costs.group_size, *pieces, self.job.update_order
 
     def left(self, limits: Bytes) -> Bytes:
         """Returns the limits without what the program leaves out."""
@@ -97,6 +97,7 @@ class LeastMemory:
         self._known: list[_Counting] = []
         self._unknown = self._built(jobs)
         self._counted: dict[tuple[int, int, float], Need] = {}
+        self._needs: list[Need] = []  # all that were counted, also of assignments that are on no path
 
     def _built(self, jobs: Iterable[PlannedJob]) -> Iterator[_Counting]:
         question = self._question
@@ -164,6 +165,14 @@ class LeastMemory:
 
         None: the others are too small for any plan. A need of `enough` bytes ends the search.
         """
+        best = self._search(tier, limits, enough)
+        if not enough:
+            self._search(tier, limits, enough)  # once more, with what the first search has learned of all frontiers
+        for need in self._needs:
+            best = _better(best, need, tier, limits)
+        return best
+
+    def _search(self, tier: MemoryTier, limits: Bytes, enough: float) -> Need | None:
         skipped = set[tuple[int, int]]()
         best = self._best_of(tier, limits, None, skipped, enough=enough, most=_MOST_COUNTED)
         if best is not None and best.nbytes.of(tier) <= enough:
@@ -295,7 +304,7 @@ class LeastMemory:
             host=plan.arena_nbytes + costs.num_devices_in_host * device,
             ssd=plan.ssd_nbytes + plan.num_ranks * plan.num_ssd_activations * ACTIVATION_SLOT_NBYTES,
         )
-        return Need(
+        need = Need(
             job=job,
             frontier=frontier,
             placement=placement,
@@ -303,6 +312,8 @@ class LeastMemory:
             nbytes=nbytes,
             on_device=on_device,
         )
+        self._needs.append(need)
+        return need
 
 
 def _better(best: Need | None, need: Need, tier: MemoryTier, limits: Bytes) -> Need | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.feasibility.feasibility import fits, largest_fitting, numbers_of_microbatches
 from windlass.planner.feasibility.shortfall import Shortfall
-from windlass.planner.question import PlanQuestion, Profiles
+from windlass.planner.question import PlanQuestion, Profiles, of_devices
 from windlass.storage.ids import Precision, StatePrecision
 
 _FEW_TOKENS = 64  # tokens of an example: the search goes no shorter
@@ -23,7 +23,7 @@ def what_would_fit(question: PlanQuestion, profiles: Profiles, shortfall: Shortf
     """
     exact: tuple[_Change, ...] = (_other_microbatches, _cut_matrices, _kept_gradients, _split_states, _fewer_gpus)
     found = _words_of(exact, question, profiles)
-    found = found or _words_of((_two_examples, _smaller), question, profiles)
+    found = found or _words_of((_smaller,), question, profiles)
     found += _words_of((_smaller_sums, _smaller_states), question, profiles)
     return [f"it fits with {words}" for words in (*found, *shortfall.remedies())]
 
@@ -75,7 +75,8 @@ def _fewer_gpus(question: PlanQuestion, profiles: Profiles) -> str | None:
     """Proposes fewer GPUs: each has processes and activations of its own in host memory."""
     for number in range(question.num_ranks - 1, 0, -1):
         if fits(replace(question, num_ranks=number), profiles):
-            return f"{number} GPU{'s' if number > 1 else ''} (gpus), with the same results"
+            gpus = of_devices("GPUs" if number > 1 else "GPU", is_cpu=not question.has_gpu)
+            return f"{number} {gpus} (gpus), with the same results"
     return None
 
 
@@ -99,30 +100,16 @@ def _smaller_sums(question: PlanQuestion, profiles: Profiles) -> str | None:
     return f"gradients summed in {precision} (accumulation_precision), which is less exact"
 
 
-def _two_examples(question: PlanQuestion, profiles: Profiles) -> str | None:
-    """Proposes a second example in a micro-batch of its own.
-
-    Embedding and head then come in pieces also where the head goes over a micro-batch in slices.
-    """
-    if question.training.batch_size > 1 or not fits(question.changed(batch_size=2, num_microbatches=2), profiles):
-        return None
-    return "a batch of 2 in 2 micro-batches (batch_size, num_microbatches), which come in smaller pieces"
-
-
 def _smaller(question: PlanQuestion, profiles: Profiles) -> str | None:
     """Proposes a smaller batch in micro-batches of one or two examples, or shorter examples, or both."""
-    most = question.training.batch_size - 1
-    least = min(2, most)  # one example may need more, see `_two_examples`
 
     def cut(batch_size: int) -> PlanQuestion:
         lanes = min(question.training.lanes, batch_size)
         number = lanes << ((batch_size // lanes).bit_length() - 1)  # equal lanes
         return question.changed(batch_size=batch_size, num_microbatches=number)
 
-    batch_size = max(least, largest_fitting(lambda number: cut(max(least, number)), profiles, most=most))
-    if batch_size and not fits(cut(batch_size), profiles):
-        batch_size = 1 if fits(cut(1), profiles) else 0
-    if batch_size:
+    own = question.training.batch_size
+    if batch_size := largest_fitting(cut, profiles, most=own - 1):
         smaller = cut(batch_size)
         number = smaller.training.num_microbatches
         parts = f"{number} micro-batch{'es' if number > 1 else ''}{_left_out(question, smaller)}"
@@ -132,13 +119,21 @@ def _smaller(question: PlanQuestion, profiles: Profiles) -> str | None:
         return cut(batch_size).changed(sequence_length=num_tokens)
 
     lengths = list(_shorter(question.widest))
-    for batch_size in dict.fromkeys((most + 1, max(1, least), 1)):
+    for batch_size in dict.fromkeys((own, 1)):
         if lengths and fits(shorter(batch_size, lengths[-1]), profiles):
             num_tokens = next(length for length in lengths if fits(shorter(batch_size, length), profiles))
-            batch = "" if batch_size == question.training.batch_size else f"a batch of {batch_size} and "
-            left_out = _left_out(question, shorter(batch_size, num_tokens))
-            return f"{batch}sequences of {num_tokens} tokens{left_out}"
+            smaller = shorter(batch_size, num_tokens)
+            batch = "" if batch_size == own else f"a batch of {batch_size} and "
+            return f"{batch}sequences of {num_tokens} tokens{_parts(question, smaller)}{_left_out(question, smaller)}"
     return None
+
+
+def _parts(question: PlanQuestion, smaller: PlanQuestion) -> str:
+    """Names the number of micro-batches, if the job fixes another one."""
+    number = smaller.training.num_microbatches
+    if question.chooses_microbatches or number == question.training.num_microbatches:
+        return ""
+    return f" in {number} micro-batch{'es' if number > 1 else ''} (num_microbatches)"
 
 
 def _shorter(num_tokens: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from windlass.planner.hardware.model_shape import ModelShape as ModelShape
 from windlass.planner.hardware.model_shape import organization_of as organization_of
 from windlass.planner.hardware.model_shape import published_model as published_model
 from windlass.planner.hardware.model_shape import published_models as published_models
+from windlass.planner.hardware.model_shape import published_shapes as published_shapes
 from windlass.planner.hardware.model_shape import similar_models as similar_models
 from windlass.planner.hardware.named_machines import UnknownMachineError as UnknownMachineError
 from windlass.planner.hardware.named_machines import UnknownSizeError as UnknownSizeError

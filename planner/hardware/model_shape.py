@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from windlass.planner.hardware.yaml_files import Part
+from windlass.planner.hardware.yaml_files import Part, load
 
 # Limits against typing errors, far beyond any model, because a larger search would not end.
 _MOST_LAYERS = 10_000
@@ -95,6 +95,16 @@ def published_models() -> dict[str, Path]:
     return {path.stem: path for path in (Path(__file__).parent / "models").glob("*.yaml")}
 
 
+def published_shapes() -> dict[str, ModelShape]:
+    """Returns the published models by name, as lists have them: each version's models by their size."""
+
+    def place(item: tuple[str, ModelShape]) -> tuple[str, int]:
+        name, shape = item
+        return _version_of(name), shape.num_layers * shape.hidden_size**2
+
+    return dict(sorted(((name, load(ModelShape, path)) for name, path in published_models().items()), key=place))
+
+
 def published_model(name: str) -> Path | None:
     """Returns the shape of a published model by its name here or on the hub; None: it is not known.
 
@@ -144,6 +154,12 @@ def _family_of(plain: str) -> str:
     """Returns the letters that a plain name begins with: llama of llama-3.1-8b."""
     letters = re.match("[a-z]*", plain)
     return letters.group() if letters else ""
+
+
+def _version_of(plain: str) -> str:
+    """Returns a plain name without the model's size: llama-3.1 of llama-3.1-8b, and gpt2 of gpt2-xl."""
+    version = re.match(r"[a-z]+(-?[0-9.]+)?(?=-|$)", plain)
+    return version.group() if version else plain
 
 
 def _shape_of(name: str) -> str:

@@ -17,7 +17,7 @@ _LEAST_WAIT = 0.03
 # time that it does. The same for the links.
 BUSY_SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1)
 # If a plan waits and gradients of fewer typical blocks may wait for their update, it is also tried with so many.
-_MORE_PASSING = 8
+NUMBERS_PASSING = (8, 16)
 
 
 def waits(bound_s: float, step_s: float) -> bool:
@@ -45,14 +45,18 @@ def with_deeper_queues(
 
 
 def with_more_passing(
-    question: PlanQuestion, profiles: Profiles, busy: Solution, below_s: float = math.inf
+    question: PlanQuestion,
+    profiles: Profiles,
+    busy: Solution,
+    below_s: float = math.inf,
+    at_most: int = NUMBERS_PASSING[0],
 ) -> Solution | None:
     """Returns the same kind of plan with more gradients that may wait for their update. None: there is none below.
 
     By the cost model alone, few are enough if updates take less time than the backward pass. But they come unevenly.
     """
     number = busy.placement.num_passing_blocks
-    more = min(_MORE_PASSING, most_passing_blocks(busy.costs.job.model.num_own_blocks))
+    more = min(at_most, most_passing_blocks(busy.costs.job.model.num_own_blocks))
     if number is None or number >= more:
         return None
     kind = replace(busy.kind, num_passing_blocks=more, limits=question.limits)

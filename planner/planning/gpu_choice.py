@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from windlass.planner.planning.measuring_first import measure_first
-from windlass.planner.planning.planner import Planned, answer, planned
+from windlass.planner.planning.planner import Planned, advised, answer, planned
 from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
-from windlass.planner.question import PlanQuestion, PlanReport, Profiles, fewest_of_fastest
+from windlass.planner.question import PlanQuestion, PlanReport, Profiles, fewest_of_fastest, of_devices
 from windlass.planner.solver import DoesNotFitError, PlannedJob, Solution
 
 
@@ -53,12 +53,15 @@ def choose_gpus(question: PlanQuestion, watcher: Watcher = NOBODY) -> ChosenGpus
     job, plans = found[chosen].job, _plans_of(found, profiles)
     rates = {number: plan.report.tokens_per_s or 0.0 for number, plan in plans.items()}
     told = in_words(chosen, rates, most=question.num_ranks, lanes=question.training.lanes)
+    told = of_devices(told, is_cpu=not question.has_gpu)
     if question.chooses_microbatches or any(each.job.cut != job.cut for each in found.values()):
         fixed = question.changed(num_microbatches=job.num_microbatches, cut_matrices=job.cut)
         unseen = replace(watcher, see_estimate=None)
         plans = _plans_of(_by_number(fixed, profiles, without=chosen, watcher=unseen), profiles)
-    best = found[chosen].planned(profiles, advises=True)
+    best = found[chosen].planned(profiles)
     best = replace(best, report=_with_reason(best.report, told))
+    watcher.see_plan(best.report, found[chosen].solution)
+    best = advised(found[chosen].question, best, profiles)
     return ChosenGpus(planned=best, others=tuple(plan for number, plan in plans.items() if number != chosen))
 
 
@@ -69,12 +72,12 @@ def plan_without_advice(question: PlanQuestion, profiles: Profiles) -> Planned:
         DoesNotFitError: nothing fits.
     """
     if not question.chooses_ranks:
-        return _find(question, profiles).planned(profiles, advises=False)
+        return _find(question, profiles).planned(profiles)
     found = _by_number(question, profiles)
     if not found:  # not with one, either: raises the error that says what is lacking
         found = {1: _find(replace(question, num_ranks=1, chooses_ranks=False), profiles)}
     chosen = fewest_of_fastest({number: each.step_s or each.solution.step_s for number, each in found.items()})
-    return found[chosen].planned(profiles, advises=False)
+    return found[chosen].planned(profiles)
 
 
 def _by_number(
@@ -108,8 +111,8 @@ class _Found:
     solution: Solution
     step_s: float | None
 
-    def planned(self, profiles: Profiles, *, advises: bool) -> Planned:
-        return planned(self.question, self.job, self.solution, profiles, step_s=self.step_s, advises=advises)
+    def planned(self, profiles: Profiles) -> Planned:
+        return planned(self.question, self.job, self.solution, profiles, step_s=self.step_s)
 
 
 def _find(question: PlanQuestion, profiles: Profiles, watcher: Watcher = NOBODY) -> _Found:
@@ -119,7 +122,7 @@ def _find(question: PlanQuestion, profiles: Profiles, watcher: Watcher = NOBODY)
 
 def _plans_of(found: "Mapping[int, _Found]", profiles: Profiles) -> dict[int, Planned]:
     """Returns the plans by their number of GPUs, the fewest first, without advice."""
-    return {number: found[number].planned(profiles, advises=False) for number in sorted(found)}
+    return {number: found[number].planned(profiles) for number in sorted(found)}
 
 
 def in_words(chosen: int, rates: Mapping[int, float], *, most: int, lanes: int = 1) -> str:

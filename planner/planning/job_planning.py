@@ -23,6 +23,7 @@ from windlass.planner.question import (
     JobPlan,
     KeptShapes,
     PlanQuestion,
+    PlanReport,
     PlanRequest,
     Profiles,
     ReplanRequest,
@@ -39,15 +40,17 @@ def plan_job(
     folder: Path,
     marker: Path | None = None,
     kept_shapes: KeptShapes | None = None,
-    with_what_if: Callable[[PlanQuestion, Planned, Watcher], Planned] | None = None,
+    with_what_if: Callable[[PlanQuestion, Planned, Watcher, Callable[[Planned, int], None]], Planned] | None = None,
     watcher: Watcher = NOBODY,
     is_alone: Callable[[], bool] | None = None,
+    tell: Callable[[JobPlan], None] | None = None,
 ) -> JobPlan:
     """Plans a job, or plans a running job again.
 
     A simulation writes the spans of a step to `folder`. `marker`: a file that exists during measurements.
     `kept_shapes`: of earlier plans in this process. `with_what_if`: adds answers for changes, if the request asks so.
-    `watcher`: see `watcher_of`. `is_alone`: see `question_of`.
+    `watcher`: see `watcher_of`. `is_alone`: see `question_of`. `tell`: takes the plan with the changes so far, and the
+    number that is left.
 
     Raises:
         UnsupportedArchitectureError, UnusableConfigError: the model cannot be planned for.
@@ -63,7 +66,12 @@ def plan_job(
         return _plan_again(question, request.running)
     chosen = choose_gpus(question, watcher) if request.chooses_ranks else ChosenGpus(planned=answer(question, watcher))
     if request.what_if and with_what_if is not None:
-        chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher))
+
+        def tell_changes(so_far: Planned, num_left: int) -> None:
+            if tell is not None:
+                tell(_job_plan(so_far).model_copy(update={"num_changes_left": num_left}))
+
+        chosen = replace(chosen, planned=with_what_if(question, chosen.planned, watcher, tell_changes))
     found, plan = chosen.planned, _job_plan(chosen.planned)
     if chosen.others:
         plan = plan.model_copy(update={"others": tuple(_job_plan(other) for other in chosen.others)})
@@ -73,9 +81,10 @@ def plan_job(
 
 
 def watcher_of(tell: Callable[[JobPlan], None] | None, check: Callable[[], None]) -> Watcher:
-    """Returns a watcher that tells of the best plan by the cost model, as soon as it is known. None: it tells nothing.
+    """Returns a watcher that tells of the best plan by the cost model, and of the plan before its advice.
 
-    With several numbers of GPUs, each better one is told. `check`: see `Watcher`.
+    With several numbers of GPUs, each better one by the cost model is told. None: it tells nothing. `check`: see
+    `Watcher`.
     """
     if tell is None:
         return Watcher(check=check)
@@ -85,11 +94,15 @@ def watcher_of(tell: Callable[[JobPlan], None] | None, check: Callable[[], None]
         is_first = profiles.is_by_rates  # steps by rates say nothing of those by measured times
         if solution.step_s < least_s[is_first]:
             least_s[is_first] = solution.step_s
-            plan = _job_plan(planned(question, solution.costs.job, solution, profiles, advises=False))
+            plan = _job_plan(planned(question, solution.costs.job, solution, profiles))
             will_be_measured = is_first and not question.leaves_unmeasured
             tell(plan.model_copy(update={"to_be_measured": True}) if will_be_measured else plan)
 
-    return Watcher(see_estimate=see_estimate, check=check)
+    def see_plan(report: PlanReport, solution: Solution) -> None:
+        plan = _job_plan(Planned(report=report, solution=solution))
+        tell(plan.model_copy(update={"lacks_advice": True}))
+
+    return Watcher(see_estimate=see_estimate, see_plan=see_plan, check=check)
 
 
 def question_of(

@@ -8,20 +8,28 @@ from functools import partial
 from windlass.planner.feasibility import largest_fitting, least_gpu, least_memory_of, with_least_gpu, with_part
 from windlass.planner.hardware import Hardware, with_more_ssds
 from windlass.planner.planning.planner import Planned, planned
-from windlass.planner.planning.simulated_search import best_plan, fastest_plan
+from windlass.planner.planning.simulated_search import Watcher, best_plan, fastest_plan
+from windlass.planner.profiling import longest_of
 from windlass.planner.question import PlanQuestion, Profiles
-from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, smallest
+from windlass.planner.solver import DEFAULT_SLACK, DoesNotFitError, Goal, PlannedJob, Solution, smallest
+
+_Fastest = tuple[PlannedJob, Solution, float | None]  # of `fastest_plan`
 
 _TOKENS_STEP = 256  # tokens: resolution of the search for the longest context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """A search for a largest number, in at most `most` steps."""
+    """A search for a largest number, in at most so many steps as `most` returns."""
 
     ask: Callable[[PlanQuestion, int], PlanQuestion]  # builds the question after a number of steps
     number: Callable[[PlanQuestion], int | None]  # reads the number from such a question
-    most: int
+    most: Callable[[PlanQuestion], int]
+
+
+def _length_of(question: PlanQuestion, steps: int) -> int:
+    longest = longest_of(question.config)
+    return steps * _TOKENS_STEP if longest is None else min(steps * _TOKENS_STEP, longest)
 
 
 _SEARCHES = {
@@ -31,19 +39,19 @@ _SEARCHES = {
             batch_size=steps * question.least_microbatches, num_microbatches=question.least_microbatches
         ),
         number=lambda question: question.training.batch_size,
-        most=1 << 14,
+        most=lambda question: 1 << 14,
     ),
     Goal.LONGEST_CONTEXT: _Search(
         ask=lambda question, steps: question.changed(
-            sequence_length=steps * _TOKENS_STEP, num_microbatches=question.training.batch_size
+            sequence_length=_length_of(question, steps), num_microbatches=question.training.batch_size
         ),
         number=lambda question: question.training.sequence_length,
-        most=(1 << 21) // _TOKENS_STEP,
+        most=lambda question: math.ceil(min(1 << 21, longest_of(question.config) or 1 << 21) / _TOKENS_STEP),
     ),
     Goal.MOST_LAYERS: _Search(
         ask=lambda question, steps: replace(question, num_layers=steps),
         number=lambda question: question.num_layers,
-        most=1 << 11,
+        most=lambda question: 1 << 11,
     ),
 }
 
@@ -70,36 +78,36 @@ def find(question: PlanQuestion, goal: Goal, *, slack: float = DEFAULT_SLACK) ->
     question = replace(question, measures=False)
     profiles = Profiles(question)
     hardware = question.hardware
-    ssds, ram_gib = hardware.ssds.count, int(hardware.host.memory_gib)
+    fastest: _Fastest | None = None
     if goal is Goal.FEWEST_SSDS:
-        number, extreme = _fewest(
-            question,
-            profiles,
-            lambda number: with_more_ssds(hardware, number - ssds),
-            ssds,
-            slack,
-            first=_first_of_each,
+        ssds = _Part(
+            question=question,
+            profiles=profiles,
+            with_number=lambda number: with_more_ssds(hardware, number - hardware.ssds.count),
+            most=hardware.ssds.count,
+            slack=slack,
         )
+        number, extreme, fastest = ssds.fewest(_first_of_each)
     elif goal is Goal.SMALLEST_GPU:
         number, extreme = _smallest_gpu(question, profiles)
     elif goal is Goal.SMALLEST_RAM:
-        number, extreme = _fewest(
-            question,
-            profiles,
-            lambda number: with_part(hardware, host=with_part(hardware.host, memory_gib=number)),
-            ram_gib,
-            slack,
-            first=_first_of_many,
+        ram = _Part(
+            question=question,
+            profiles=profiles,
+            with_number=lambda number: with_part(hardware, host=with_part(hardware.host, memory_gib=number)),
+            most=int(hardware.host.memory_gib),
+            slack=slack,
         )
+        number, extreme, fastest = ram.fewest(_first_of_many)
     else:
         search = _SEARCHES[goal]
-        steps = largest_fitting(lambda steps: search.ask(question, steps), profiles, most=search.most)
+        steps = largest_fitting(lambda steps: search.ask(question, steps), profiles, most=search.most(question))
         extreme = search.ask(question, max(1, steps))
         number = (search.number(extreme) or 0) if steps else 0
     if not number:
         return Found(goal=goal, number=0, num_params=0, question=question, planned=None)
-    job, solution, step_s = fastest_plan(extreme, profiles)
-    result = planned(extreme, job, solution, profiles, step_s=step_s, advises=False)
+    job, solution, step_s = fastest or fastest_plan(extreme, profiles)
+    result = planned(extreme, job, solution, profiles, step_s=step_s)
     if goal is Goal.SMALLEST_GPU:
         gpu = least_gpu(extreme, least_memory_of(extreme, profiles))
         result = replace(result, report=with_least_gpu(result.report, gpu))
@@ -117,45 +125,69 @@ def _smallest_gpu(question: PlanQuestion, profiles: Profiles) -> tuple[int, Plan
     return number, replace(question, hardware=with_part(question.hardware, gpus=gpus))
 
 
-def _fewest(
-    question: PlanQuestion,
-    profiles: Profiles,
-    with_number: Callable[[int], Hardware],
-    most: int,
-    slack: float,
-    *,
-    first: Callable[[Callable[[int], bool], int, int], int],
-) -> tuple[int, PlanQuestion]:
-    """Finds a number of a machine part that is enough where one less is not, and the job on such a machine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A part of a machine of which fewer may be enough: a step takes at most `slack` longer than with `most`.
 
-    A step takes at least its bound, which is no longer with more of a part. So numbers with a longer one are left out.
-    The step itself may be a little longer with more. `first`: returns the first number of a range that is enough, or
-    the last one.
+    A step takes at least its bound, which is no longer with more of a part. The step itself may be a little longer.
     """
 
-    def asked(number: int) -> PlanQuestion:
-        return replace(question, hardware=with_number(number))
+    question: PlanQuestion
+    profiles: Profiles
+    with_number: Callable[[int], Hardware]
+    most: int
+    slack: float
 
-    def bound_s(number: int) -> float:
-        return best_plan(asked(number), profiles)[1].step_s
+    def fewest(
+        self, first: Callable[[Callable[[int], bool], int, int], int]
+    ) -> tuple[int, PlanQuestion, _Fastest | None]:
+        """Finds a number that is enough where one less is not, the job with it, and its plan if that is known.
 
-    def step_s(number: int) -> float:
-        _, solution, simulated_s = fastest_plan(asked(number), profiles)
-        return solution.step_s if simulated_s is None else simulated_s
-
-    def is_enough(takes_s: Callable[[int], float], number: int) -> bool:
+        The number is 0 if the job does not fit. Numbers with too long a bound are left out. `first`: returns the first
+        number of a range that is enough, or the last one.
+        """
         try:
-            return takes_s(number) <= most_s
+            with_most = fastest_plan(self._asked(self.most), self.profiles)
+        except DoesNotFitError:
+            return 0, self.question, None
+        most_s = (1 + self.slack) * _step_of(with_most)
+        least = smallest(partial(self._has_bound, most_s), most=self.most) or self.most
+        number = first(partial(self._is_enough, most_s), least, self.most)
+        return number, self._asked(number), with_most if number == self.most else None
+
+    def _asked(self, number: int) -> PlanQuestion:
+        return replace(self.question, hardware=self.with_number(number))
+
+    def _has_bound(self, most_s: float, number: int) -> bool:
+        """Returns whether the best plan by the cost model takes at most so long."""
+        try:
+            return best_plan(self._asked(number), self.profiles)[1].step_s <= most_s
         except DoesNotFitError:
             return False
 
-    try:
-        most_s = (1 + slack) * step_s(most)
-    except DoesNotFitError:
-        return 0, question
-    least = smallest(partial(is_enough, bound_s), most=most) or most
-    number = first(partial(is_enough, step_s), least, most)
-    return number, asked(number)
+    def _is_enough(self, most_s: float, number: int) -> bool:
+        """Returns whether the simulated step takes at most so long. It ends with the first such plan."""
+
+        def end_if_enough(step_s: float) -> None:
+            if step_s <= most_s:
+                raise _EnoughError
+
+        watcher = Watcher(see_step=end_if_enough)
+        try:
+            return _step_of(fastest_plan(self._asked(number), self.profiles, watcher)) <= most_s
+        except _EnoughError:
+            return True
+        except DoesNotFitError:
+            return False
+
+
+class _EnoughError(Exception):
+    """A plan is fast enough, so the fastest one is not looked for."""
+
+
+def _step_of(fastest: _Fastest) -> float:
+    _, solution, step_s = fastest
+    return solution.step_s if step_s is None else step_s
 
 
 def _first_of_each(is_enough: Callable[[int], bool], least: int, most: int) -> int:

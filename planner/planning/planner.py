@@ -54,12 +54,12 @@ def answer(question: PlanQuestion, watcher: Watcher = NOBODY) -> Planned:
         # Times do not matter here, so do not measure any.
         report = _report_of_shortfall(question, profiles.unmeasured())
         return Planned(report=with_limits(report, question.budgets, is_cpu=not question.has_gpu))
-    result = planned(question, job, solution, profiles, step_s=step_s)
-    num_gpus = question.hardware.gpus.count
-    if num_gpus <= question.num_ranks:
-        return result
-    told = f"the job uses {question.num_ranks} of the machine's {num_gpus} GPUs (gpus)"
-    return replace(result, report=replace(result.report, reasons=(*result.report.reasons, told)))
+    result, num_gpus = planned(question, job, solution, profiles, step_s=step_s), question.hardware.gpus.count
+    if num_gpus > question.num_ranks:
+        told = f"the job uses {question.num_ranks} of the machine's {num_gpus} GPUs (gpus)"
+        result = replace(result, report=replace(result.report, reasons=(*result.report.reasons, told)))
+    watcher.see_plan(result.report, solution)
+    return advised(question, result, profiles)
 
 
 def _report_of_shortfall(question: PlanQuestion, profiles: Profiles) -> PlanReport:
@@ -86,9 +86,8 @@ def planned(
     profiles: Profiles,
     *,
     step_s: float | None = None,
-    advises: bool = True,
 ) -> Planned:
-    """Builds the answer from a solution. `step_s`: simulated. `advises`: also report what would be faster."""
+    """Builds the answer from a solution, without advice. `step_s`: simulated."""
     slowdown = slowdown_of(question, job)
     now = at_pace(solution, slowdown)
     if step_s is not None and now is not solution:
@@ -99,11 +98,18 @@ def planned(
     report = with_limits(report, question.budgets, is_cpu=not question.has_gpu)
     report = replace(report, example_tokens=_tokens_of(question, job.num_microbatches))
     report = with_measuring_s(with_errors(question, job, report), profiles.lacking)
-    if advises:
-        report = replace(report, reasons=(*report.reasons, *what_is_faster(question, job, solution)))
-        report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
     layout = None if question.num_layers else profiles.layout
     return Planned(report=report, solution=solution, layout=layout, lacking=profiles.lacking)
+
+
+def advised(question: PlanQuestion, planned: Planned, profiles: Profiles) -> Planned:
+    """Returns the answer for a job that fits with its advice: what would be faster, and the least GPU memory."""
+    solution = planned.solution
+    assert solution is not None, "it fits"
+    faster = what_is_faster(question, solution.costs.job, solution)
+    report = replace(planned.report, reasons=(*planned.report.reasons, *faster))
+    report = with_least_gpu(report, least_gpu(question, least_memory_of(question, profiles)))
+    return replace(planned, report=report)
 
 
 def _tokens_of(question: PlanQuestion, num_microbatches: int) -> ExampleTokens:

@@ -11,7 +11,7 @@ from statistics import median
 
 from windlass.engine.memory_plan import Placement
 from windlass.planner.planning.faster import WORTH
-from windlass.planner.planning.planner import Planned, planned
+from windlass.planner.planning.planner import Planned, advised, planned
 from windlass.planner.planning.simulated_search import fastest_plan, promised_step_s
 from windlass.planner.predictions import MeasuredStep, correction_of
 from windlass.planner.question import PlanQuestion, Profiles, counted
@@ -73,7 +73,7 @@ def correct(
     saved_s = share * median(step.period_s for step in steps) * running.num_steps_left
     if share >= WORTH and saved_s > running.restart_s:
         message += f"; the job continues with another plan, with which a step takes {new_s:.3g} s"
-        better = planned(question, new.costs.job, new, profiles, step_s=new_s)
+        better = advised(question, planned(question, new.costs.job, new, profiles, step_s=new_s), profiles)
         return CorrectedPlan(planned=better, changes=True, in_words=message, others=others)
     if share >= WORTH:
         message += (
@@ -89,7 +89,7 @@ def correct(
 def _unchanged(question: PlanQuestion, job: PlannedJob, old: Solution, old_s: float, profiles: Profiles) -> Planned:
     """Returns the plan that the job runs with, with corrected times and the exact device memory."""
     exact, _ = counted(question, profiles, old)
-    return planned(question, job, exact, profiles, step_s=old_s)
+    return advised(question, planned(question, job, exact, profiles, step_s=old_s), profiles)
 
 
 def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Iterable[int]) -> Iterator[Planned]:
@@ -97,7 +97,7 @@ def _of_other_numbers(question: PlanQuestion, profiles: Profiles, numbers: Itera
         other = replace(question, num_ranks=number)
         with contextlib.suppress(DoesNotFitError):
             job, solution, step_s = fastest_plan(other, profiles)
-            yield planned(other, job, solution, profiles, step_s=step_s, advises=False)
+            yield planned(other, job, solution, profiles, step_s=step_s)
 
 
 def _best(question: PlanQuestion, profiles: Profiles, old: Solution, old_s: float) -> tuple[Solution, float]:

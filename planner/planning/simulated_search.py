@@ -11,6 +11,7 @@ from windlass.engine.memory_plan import UpdateOrder
 from windlass.planner.feasibility import least_memory_of, limits_for_plans, numbers_of_microbatches, shortfall_of
 from windlass.planner.planning.fewer_waits import (
     BUSY_SHARES,
+    NUMBERS_PASSING,
     at_speeds,
     waits,
     with_deeper_queues,
@@ -19,23 +20,38 @@ from windlass.planner.planning.fewer_waits import (
     with_more_passing,
     with_slower_ssds,
 )
-from windlass.planner.question import PlanQuestion, Profiles, counted, search_exactly, solve_kind_exactly
+from windlass.planner.question import (
+    PlanQuestion,
+    PlanReport,
+    Profiles,
+    counted,
+    search_exactly,
+    solve_kind_exactly,
+)
 from windlass.planner.simulation import simulated_step_s
 from windlass.planner.solver import DoesNotFitError, Found, PlannedJob, Solution
 
 # Number of plans to simulate beside the best one by the cost model, at most, whose cost is at most so much larger.
 _NUM_OTHERS = 3
 _NEAR = 0.02
+# If so many kinds of plans with a number of micro-batches were simulated, no more of that number are looked for.
+_ENOUGH_KINDS = 2
+# The number of plans to simulate with a fixed number of micro-batches, besides those that were simulated before.
+_MOST_OF_NUMBER = 2
 # Share of a step. If two plans differ by less, something that both use alike bounds them, and the others too.
 _ALIKE = 1e-3
 # Share of a step. If all plans of the other order, or place of kept gradients, are slower by more, none of their kinds
 # is faster. If a plan is slower than the best one's bound by more, that one is tried with fewer waits, too.
 _FAR = 0.1
+# Share of a plan's bound above which it waits so long that matrices in parts, or whole ones, are tried, too.
+_FAR_FOR_CUTS = 0.25
 # Share of a step. The simulation of a plan ends early once its step is longer by more than this than that of another
 # plan, if the rest takes as long as in the step before. So much less it may take.
 _SURE = 1.5e-2
 # Share of a step: plans that are faster by less are not looked for.
 _WORTH = 5e-3
+# Share of the fastest plan's wait that another one of the best plans has at least.
+_LEAST_OF_WAITS = 0.25
 # Share of a step by which the cost model's bound may grow if more gradients may wait for their update. Plans whose
 # bound grows by no more are simulated with so many: the bound does not count that updates come unevenly.
 _ROOM = 0.03
@@ -45,8 +61,8 @@ _ROOM = 0.03
 _LONG_WAITS, _MUCH_USED, _CLEARLY = 0.05, 0.25, 1.5e-2
 # Rates of such SSDs, over those of the machine.
 _SLOWER_SSDS = (0.5, 0.25)
-# The number of plans with ever fewer swapped activations that are no faster, one after the other, before the last one.
-_MOST_SLOWER = 2
+# Share of a step. If the fastest plan takes longer than its bound by more, fewer gradients that may wait help no plan.
+_HARDLY_WAITS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +73,14 @@ class Watcher:
     # that of another plan, which costs more, may take less. If blocks are to be measured, it is called before with
     # the best plan by the machine's rates. None: no estimate is wanted.
     see_estimate: Callable[[PlanQuestion, Profiles, Solution], None] | None = None
+    # Takes the plan, before its advice is looked for.
+    see_plan: Callable[[PlanReport, Solution], None] = lambda report, solution: None
     # Takes what is measured now in words, how many measurements are done, and how many there are.
     see_measurement: Callable[[str, int, int], None] = lambda what, done, total: None
     # Is called before each simulation and measurement, and may raise an error that ends the search.
     check: Callable[[], None] = lambda: None
+    # Takes the step time of each plan that is faster than those before. It may raise such an error, too.
+    see_step: Callable[[float], None] = lambda step_s: None
 
 
 NOBODY = Watcher()
@@ -89,6 +109,20 @@ class _Simulations:
         """The number of plans that were simulated."""
         return len(self.simulated)
 
+    def num_kinds(self, num_microbatches: int) -> int:
+        """Returns the number of kinds of plans with so many micro-batches that were simulated."""
+        solutions = [each.solution for each in self.simulated]
+        return len({_kind_of(each) for each in solutions if _num_microbatches(each) == num_microbatches})
+
+    def has_similar(self, solution: Solution) -> bool:
+        """Returns whether a plan was simulated that differs so little by the cost model that it waits alike."""
+        return any(
+            _kind_of(each.solution) == _kind_of(solution)
+            and each.solution.placement.num_passing_blocks == solution.placement.num_passing_blocks
+            and abs(each.solution.step_s - solution.step_s) <= _ALIKE * solution.step_s
+            for each in self.simulated
+        )
+
     def step_of(self, solution: Solution, below_s: float = math.inf) -> float:
         """Returns the simulated step time of a plan. If it is above `below_s`, some other time above that may come."""
         most_s = (1 + _SURE) * below_s
@@ -100,7 +134,10 @@ class _Simulations:
             self.watcher.check()
             known.step_s = promised_step_s(self.question, self.profiles, solution, most_s=most_s)
             known.most_s = most_s
-        return max(known.step_s, solution.step_s)
+        step_s = max(known.step_s, solution.step_s)
+        if step_s < below_s:
+            self.watcher.see_step(step_s)
+        return step_s
 
 
 def best_plan(question: PlanQuestion, profiles: Profiles) -> tuple[PlannedJob, Solution]:
@@ -132,29 +169,30 @@ def fastest_plan(
     simulations = _Simulations(question=question, profiles=profiles, watcher=watcher)
     first = _as_with_slower_ssds(found.best, _fastest_of(found, simulations), simulations)
     fastest, step_s = _fastest_like(first, found, simulations)
-    for number in _numbers_to_look_at(question, found, fastest, step_s):
+    for number in _numbers_to_look_at(simulations, found, fastest, step_s):
         fixed = replace(simulations, question=question.changed(num_microbatches=number))
         with contextlib.suppress(DoesNotFitError):
             of_number = _search(fixed.question, profiles, num_others=_NUM_OTHERS, near=_NEAR)
-            rival, rival_s = _fastest_like(_fastest_of(of_number, fixed), of_number, fixed)
+            rival, rival_s = _fastest_like(_fastest_of(of_number, fixed, most_new=_MOST_OF_NUMBER), of_number, fixed)
             if rival_s < step_s:
                 fastest, step_s = rival, rival_s
     return fastest.costs.job, fastest, step_s
 
 
-def _numbers_to_look_at(question: PlanQuestion, found: Found, fastest: Solution, step_s: float) -> set[int]:
+def _numbers_to_look_at(simulations: _Simulations, found: Found, fastest: Solution, step_s: float) -> set[int]:
     """Returns the numbers of micro-batches of which more plans may be clearly faster, if the planner chooses it.
 
     Only a few plans near the best one are simulated, and hardly two with the same number. With the fewest, least is
     read and copied. So mostly one of these is the fastest, or one with the number of the fastest plan so far.
     """
+    question = simulations.question
     if not question.chooses_microbatches or found.best.step_s >= (1 - _WORTH) * step_s:
         return set()
     fewest = min(numbers_of_microbatches(question))
-    if waits(found.best.step_s, step_s):
-        return {fewest, _num_microbatches(fastest)}
-    num_simulated = sum(_num_microbatches(each) == fewest for each in (found.best, *found.others[:_NUM_OTHERS]))
-    return {fewest} if num_simulated < 2 else set()
+    if not waits(found.best.step_s, step_s):
+        return {fewest} if not simulations.num_kinds(fewest) else set()
+    numbers = {fewest, _num_microbatches(fastest)}
+    return {number for number in numbers if simulations.num_kinds(number) < _ENOUGH_KINDS}
 
 
 def _fastest_like(first: tuple[Solution, float], found: Found, simulations: _Simulations) -> tuple[Solution, float]:
@@ -174,6 +212,11 @@ def _fastest_like(first: tuple[Solution, float], found: Found, simulations: _Sim
         order, best = fastest.costs.job.update_order, found.best.costs
         spills = best.spills if best.job.update_order is order else fastest.costs.spills
         rivals = found.of_kind(lambda costs: costs.job.update_order is order and costs.spills is not spills, step_s)
+        fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, (1 + _FAR) * step_s)
+    if question.chooses_cut and step_s > (1 + _FAR_FOR_CUTS) * fastest.step_s and _lacks_room_for_layers(fastest):
+        # What comes and goes in parts waits less than whole layers, of which there is room for few.
+        is_cut = fastest.costs.job.cut is not None
+        rivals = found.of_kind(lambda costs: (costs.job.cut is None) is is_cut, step_s)
         fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, (1 + _FAR) * step_s)
     if question.chooses_order:
         # How long work waits is known only by simulation, and it is not the same in both orders.
@@ -201,6 +244,8 @@ def _as_with_slower_ssds(
         other = at_speeds(question, profiles, slower, question.speeds)
         if other is None or other.step_s >= most_s:
             continue
+        if simulations.has_similar(other):
+            break
         other_s = simulations.step_of(other, most_s)
         if other_s >= most_s:
             break
@@ -235,12 +280,17 @@ class _Comparison:
     with_less_room: list[Solution] = field(default_factory=list)  # plans that were simulated with more room
 
     def may_gain(self, solution: Solution) -> bool:
-        """Returns whether a plan may be clearly faster by its bound."""
-        return solution.step_s < (1 - _WORTH) * self.step_s
+        """Returns whether a plan may be clearly faster by its bound, if it waits as little as any does."""
+        if self.step_s == math.inf:
+            return True
+        least_wait_s = _LEAST_OF_WAITS * (self.step_s - self.fastest.step_s)
+        return solution.step_s < self.step_s - max(_WORTH * self.step_s, least_wait_s)
 
     def add(self, solution: Solution, plain: Solution) -> bool:
         """Simulates a plan. Returns whether it is new, and takes as long as the fastest one."""
         num_simulated = self.simulations.number
+        if self.step_s < math.inf and self.simulations.has_similar(solution):
+            return False
         solution_s = self.simulations.step_of(solution, min(self.step_s, self.below_s))
         is_new = self.simulations.number > num_simulated
         is_alike = is_new and self.step_s < math.inf and abs(solution_s - self.step_s) <= _ALIKE * self.step_s
@@ -261,10 +311,10 @@ class _Comparison:
     def add_with_less_room(self) -> None:
         """Simulates the fastest plan, and the one with the least bound, as they were without more room.
 
-        Where SSDs or optimizers are busy all the time, nothing is faster if more gradients wait for them. But room is
-        hardly what makes all plans far too slow.
+        Where SSDs or optimizers are busy all the time, nothing is faster if more gradients wait for them. Then the
+        fastest plan hardly takes longer than its bound, and only the memory for the gradients could be of better use.
         """
-        if self.step_s > self.below_s:
+        if self.step_s > min(self.below_s, (1 + _HARDLY_WAITS) * self.fastest.step_s):
             return
         least = sorted(self.with_less_room, key=lambda solution: solution.step_s)[:1]
         for plain in (self.plain, *least):
@@ -272,16 +322,19 @@ class _Comparison:
                 self.add(plain, plain)
 
 
-def _fastest_of(found: Found, simulations: _Simulations, below_s: float = math.inf) -> tuple[Solution, float]:
+def _fastest_of(
+    found: Found, simulations: _Simulations, below_s: float = math.inf, most_new: int = 1 + _NUM_OTHERS
+) -> tuple[Solution, float]:
     """Simulates the plans of a search. Returns the fastest one with its step time.
 
-    `below_s`: plans that take longer are of no use.
+    `below_s`: plans that take longer are of no use. `most_new`: the number of simulations.
     """
+    most_simulations = simulations.number + most_new
     comparison = _Comparison(simulations=simulations, below_s=below_s, fastest=found.best, plain=found.best)
     # Fewer micro-batches are simulated in less time, and end the simulations of more of them early.
     left = deque(sorted((found.best, *found.others[:_NUM_OTHERS]), key=_num_microbatches))
     is_best_left = True
-    while left:
+    while left and simulations.number < most_simulations:
         solution, excess = left.popleft(), 0.0
         if solution is found.best:
             is_best_left = False
@@ -293,7 +346,9 @@ def _fastest_of(found: Found, simulations: _Simulations, below_s: float = math.i
             left.append(solution)
             continue
         fitting = solution if excess <= 0 else _fitting(solution, comparison)
-        if fitting is not None and comparison.add_with_room(fitting) and not is_best_left:
+        if fitting is None or not comparison.may_gain(fitting):
+            continue
+        if comparison.add_with_room(fitting) and not is_best_left:
             break
     comparison.add_with_less_room()
     return comparison.fastest, comparison.step_s
@@ -311,6 +366,11 @@ def _fitting(solution: Solution, comparison: _Comparison) -> Solution | None:
     return solve_kind_exactly(question, kind, profiles, below_s=comparison.step_s)
 
 
+def _lacks_room_for_layers(solution: Solution) -> bool:
+    """Returns whether a device has room for parts of layers only, or for one buffer of gradients."""
+    return solution.costs.streams or solution.costs.num_grad_buffers == 1
+
+
 def _num_microbatches(solution: Solution) -> int:
     return solution.costs.job.num_microbatches
 
@@ -324,8 +384,16 @@ def _with_fewer_waits(busy: Solution, simulations: _Simulations) -> tuple[Soluti
         if deeper_s >= step_s:
             break
         busy, step_s = deeper, deeper_s
-    if waits(busy.step_s, step_s) and (more := with_more_passing(question, profiles, busy, step_s)) is not None:
-        busy = min(busy, more, key=lambda each: simulations.step_of(each, step_s))
+    for number in NUMBERS_PASSING:
+        if not waits(busy.step_s, step_s):
+            break
+        more = with_more_passing(question, profiles, busy, step_s, number)
+        if more is None:
+            continue
+        more_s = simulations.step_of(more, step_s)
+        if more_s >= step_s:
+            break
+        busy, step_s = more, more_s
     for with_idle in (with_idle_ssds, with_idle_links):
         busy = _with_idle(busy, simulations, with_idle)
     return busy, simulations.step_of(busy)
@@ -337,17 +405,17 @@ def _with_idle(
     with_idle: Callable[[PlanQuestion, Profiles, Solution, float], Solution | None],
 ) -> Solution:
     """Returns the fastest of a plan and those that use something for ever smaller shares of the time that it does."""
-    fastest, step_s, num_slower = busy, simulations.step_of(busy), 0
+    fastest, step_s = busy, simulations.step_of(busy)
     for share in BUSY_SHARES:
-        if num_slower == _MOST_SLOWER or not waits(fastest.step_s, step_s):
+        if not waits(fastest.step_s, step_s):
             break
         solution = with_idle(simulations.question, simulations.profiles, busy, share)
-        if solution is None or solution.step_s >= step_s:
+        if solution is None or solution.step_s >= (1 - _WORTH) * step_s or simulations.has_similar(solution):
             break
         solution_s = simulations.step_of(solution, step_s)
-        num_slower = 0 if solution_s < step_s else num_slower + 1
-        if solution_s < step_s:
-            fastest, step_s = solution, solution_s
+        if solution_s >= step_s:
+            break
+        fastest, step_s = solution, solution_s
     return fastest
 
 

@@ -19,6 +19,7 @@ from windlass.planner.profiling.model_config import ShapeConfig as ShapeConfig
 from windlass.planner.profiling.model_config import UnusableConfigError as UnusableConfigError
 from windlass.planner.profiling.model_config import content_of as content_of
 from windlass.planner.profiling.model_config import loaded as loaded
+from windlass.planner.profiling.model_config import longest_of as longest_of
 from windlass.planner.profiling.model_config import read_config as read_config
 from windlass.planner.profiling.model_profiler import Profiler as Profiler
 from windlass.planner.profiling.model_profiler import TracedModel as TracedModel

@@ -35,6 +35,11 @@ class ShapeConfig:
         return config_of_shape(self.shape, num_tokens=self.num_tokens)
 
     @property
+    def longest(self) -> int | None:
+        """The longest sequence that the published model takes; None: it is as long as is planned."""
+        return self.shape.max_tokens
+
+    @property
     def content(self) -> dict[str, Any]:
         """All that decides the model, as JSON values."""
         return {"shape": self.shape.model_dump(mode="json"), "num_tokens": self.num_tokens}
@@ -81,6 +86,11 @@ class FolderConfig:
 
 
 ModelConfig = ShapeConfig | FolderConfig
+
+
+def longest_of(config: Any) -> int | None:
+    """Returns the longest sequence that a model takes; None: it is not known from its file, or there is no limit."""
+    return config.longest if isinstance(config, ShapeConfig | FolderConfig) else None
 
 
 def read_config(path: Path, num_tokens: int) -> ModelConfig:

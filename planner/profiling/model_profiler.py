@@ -90,6 +90,12 @@ def _built(config: Any, precision: Precision) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        if "Unrecognized configuration class" in str(error):  # followed by the names of all classes that it knows
+            kind = getattr(config, "model_type", type(config).__name__)
+            raise UnusableConfigError(
+                f"transformers has no causal language model of type {kind!r}: models that encode, translate or see "
+                "images are not supported"
+            ) from error
         raise UnusableConfigError(f"no model can be built from the config: {type(error).__name__}: {error}") from error
 
 

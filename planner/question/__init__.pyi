@@ -7,6 +7,7 @@ from windlass.planner.question.at_present import told_of_pace as told_of_pace
 from windlass.planner.question.at_present import with_errors as with_errors
 from windlass.planner.question.choice_words import CHOICES_IN_WORDS as CHOICES_IN_WORDS
 from windlass.planner.question.choice_words import choices_in_words as choices_in_words
+from windlass.planner.question.choice_words import of_devices as of_devices
 from windlass.planner.question.exact_search import counted as counted
 from windlass.planner.question.exact_search import search_exactly as search_exactly
 from windlass.planner.question.exact_search import solve_counted as solve_counted

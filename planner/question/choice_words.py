@@ -44,8 +44,12 @@ def choices_in_words(*, is_cpu: bool) -> dict[str, ChoiceWords]:
     """Returns the words for each choice of a plan. `is_cpu`: the device is the CPU, so no text says GPU."""
     if not is_cpu:
         return CHOICES_IN_WORDS
-    return {name: _words(*map(_of_device, (words.label, words.meaning))) for name, words in CHOICES_IN_WORDS.items()}
+    return {
+        name: _words(*(of_devices(text, is_cpu=True) for text in (words.label, words.meaning)))
+        for name, words in CHOICES_IN_WORDS.items()
+    }
 
 
-def _of_device(text: str) -> str:
-    return text.replace("GPUs", "devices").replace("GPU", "device")
+def of_devices(text: str, *, is_cpu: bool) -> str:
+    """Returns a text about GPUs, or the same about devices where the device is the CPU."""
+    return text.replace("GPUs", "devices").replace("GPU", "device") if is_cpu else text

@@ -59,6 +59,10 @@ class JobPlan(BaseModel):
     warnings: tuple[str, ...] = ()
     # Of an estimate: its times follow from the machine's rates, and the model's blocks are about to be measured.
     to_be_measured: bool = False
+    # Of the plan as it is told first: what would be faster, and the least GPU memory, are still looked for.
+    lacks_advice: bool = False
+    # Of a plan whose changes (`what_if`) are not all planned yet: how many are left. Else None.
+    num_changes_left: int | None = None
     # If the planner chose the number of GPUs: the plans for the others with which the job fits. They hold no others.
     others: "tuple[JobPlan, ...]" = ()
     # A replan adds:

@@ -59,7 +59,9 @@ class PlanRequest:
     # No other job computes on this machine, so new measurements are reliable; see also `disturbed_path`.
     is_alone: bool = False
     simulation_s: float = 0.0  # maximum seconds of the plan's simulation; 0: do not simulate
-    tells_estimate: bool = False  # write the best plan by the cost model to the file of `estimate_path`, as it is known
+    # Write to the file of `estimate_path`, as it is known: the best plan by the cost model, then the plan with the
+    # changes so far.
+    tells_estimate: bool = False
     what_if: bool = False  # also plan the job with one more SSD, more RAM and so on
     running: ReplanRequest | None = None  # plan again with the measurements of a running job
 
@@ -119,7 +121,7 @@ _REQUEST = TypeAdapter(PlanRequest)
 
 
 def estimate_path(result: Path) -> Path:
-    """Returns the file of the best plan by the cost model, which comes before the result."""
+    """Returns the file of a plan that comes before the result; see `PlanRequest.tells_estimate`."""
     return result.with_suffix(".estimate")
 
 

@@ -351,7 +351,10 @@ def _with_fewer_slots(context: CoreContext, work: Work) -> tuple[CoreContext, Wo
     if factor <= 1:
         return context, work
     slot_nbytes = factor * pool.slot_nbytes
-    swapped = {block: [-(-sum(each) // len(each))] * len(each) for block, each in work.swapped_nbytes.items()}
+    # A layer swaps nothing if all tensors of its choice are too small for it.
+    swapped = {
+        block: [-(-sum(each) // len(each))] * len(each) if each else [] for block, each in work.swapped_nbytes.items()
+    }
     needed = number * sum(-(-nbytes // slot_nbytes) for of_layer in swapped.values() for nbytes in of_layer)
     share = plan.num_ssd_activations / (plan.num_host_activations + plan.num_ssd_activations)
     num_ssd = math.ceil(needed * share)

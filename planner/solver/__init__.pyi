@@ -32,6 +32,7 @@ from windlass.planner.solver.solution import Solution as Solution
 from windlass.planner.solver.solution import commit_every_of as commit_every_of
 from windlass.planner.solver.solution import most_cost_of as most_cost_of
 from windlass.planner.solver.solution import most_cost_of_any as most_cost_of_any
+from windlass.planner.solver.solution import penalty_of_cut as penalty_of_cut
 from windlass.planner.solver.solution import placement_of as placement_of
 from windlass.planner.solver.solution import plan_of as plan_of
 from windlass.planner.solver.solution import solution_of as solution_of

@@ -10,7 +10,7 @@ class Goal(StrEnum):
     """The quantity that a search maximizes or minimizes."""
 
     LARGEST_BATCH = "largest-batch"  # examples in one micro-batch, or in one of each lane and GPU
-    LONGEST_CONTEXT = "longest-context"  # tokens, with micro-batches of one example
+    LONGEST_CONTEXT = "longest-context"  # tokens that the model takes, with micro-batches of one example
     MOST_LAYERS = "most-layers"  # every layer like the model's first one
     FEWEST_SSDS = "fewest-ssds"  # with which a step takes at most `slack` longer than with all SSDs
     SMALLEST_RAM = "smallest-ram"  # GiB of host memory, with the same condition on the step

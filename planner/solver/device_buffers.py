@@ -61,15 +61,15 @@ def _overlay_nbytes(plan: PlanChoices, piece: int) -> int:
     job, layer = plan.job, plan.streamed_layers[0]
     users = grad_overlay_of_job(
         [
-            piece if block in (layer, *plan.tied_in_pieces) else profile.numel
+            piece if block in (layer, *plan.fp32_in_pieces) else profile.numel
             for block, profile in enumerate(job.model.blocks)
         ],
-        {layer: (0, piece), **dict.fromkeys(plan.tied_in_pieces, (0, piece))},
+        {layer: (0, piece), **dict.fromkeys(plan.fp32_in_pieces, (0, piece))},
         plan.overlaid_blocks,
         itemsize=job.grad_itemsize,
         summed_in_fp32=job.model.shared_blocks,
         is_summed=job.num_microbatches > 1,
-        tied=plan.tied_in_pieces,
+        fp32_in_pieces=plan.fp32_in_pieces,
         has_lanes=job.lanes.num_lanes > 1,
     )
     return overlay_nbytes([numel * itemsize for numel, itemsize in buffers] for buffers in users.values())

@@ -186,6 +186,16 @@ class PlanChoices:
         return tuple(block for block in streamed if block in self.job.model.shared_blocks)
 
     @property
+    def fp32_in_pieces(self) -> tuple[int, ...]:
+        """See `Plan.fp32_in_pieces`."""
+        return self._once_known("fp32 in pieces", self._fp32_in_pieces)
+
+    def _fp32_in_pieces(self) -> tuple[int, ...]:
+        job = self.job
+        sums_slices = self.streams_grads and job.is_sliced and job.grad_itemsize < PARTIAL_GRAD_ITEMSIZE
+        return (*self.tied_in_pieces, *(filter(self._is_head, self.streamed_ends) if sums_slices else ()))
+
+    @property
     def own_ends(self) -> tuple[int, ...]:
         """The embedding and the head, as far as the box computes them."""
         return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
@@ -198,7 +208,7 @@ class PlanChoices:
             return False
         if job.model.shared_blocks:
             return may_stream_tied(job.size, num_lanes=job.lanes.num_lanes, num_ranks=job.num_ranks)
-        return job.grad_itemsize == PARTIAL_GRAD_ITEMSIZE or job.num_head_slices == 1
+        return True
 
     @property
     def is_in_pieces(self) -> bool:

@@ -107,6 +107,11 @@ class PlannedJob:
         return self.training.num_microbatches
 
     @property
+    def is_sliced(self) -> bool:
+        """True if the head goes over a micro-batch in several slices."""
+        return self.num_head_slices > 1
+
+    @property
     def largest_group(self) -> int:
         """The most micro-batches that a GPU worker may compute together, so that each has a group if possible."""
         return -(-self.num_microbatches // self.num_ranks)

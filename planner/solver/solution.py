@@ -308,6 +308,7 @@ def plan_of(costs: StepCosts, placement: Placement, host_nbytes: float | None) -
         is_naive=job.update_order.is_naive,
         host_memory_nbytes=None if host_nbytes is None else int(host_nbytes),
         num_microbatches=job.num_microbatches,
+        is_sliced=job.is_sliced,
         num_lanes=job.lanes.num_lanes,
         num_ranks=job.num_ranks,
         placement=placement,

@@ -223,9 +223,9 @@ class StepCosts(PlanChoices):
             num_between = -(-num_lanes_more // job.num_ranks)
             num_all += num_lanes_more
             num_partial, num_beside = num_partial + num_between, num_beside + num_between
-        # Gradients of tied params are summed in fp32, whatever type they travel in.
-        is_tied = block in job.model.shared_blocks
-        sum_nbytes = numel * (PARTIAL_GRAD_ITEMSIZE if is_tied else job.grad_itemsize)
+        # Gradients of tied params, and those of slices in pieces, are summed in fp32, whatever type they travel in.
+        in_fp32 = block in job.model.shared_blocks or block in self.fp32_in_pieces
+        sum_nbytes = numel * (PARTIAL_GRAD_ITEMSIZE if in_fp32 else job.grad_itemsize)
         grad_nbytes = numel * job.grad_itemsize
         return _MovedSums(
             in_nbytes=num_partial * sum_nbytes,
@@ -391,6 +391,7 @@ class StepCosts(PlanChoices):
             is_naive=job.update_order.is_naive,
             host_memory_nbytes=None,
             num_microbatches=job.num_microbatches,
+            is_sliced=job.is_sliced,
             num_lanes=job.lanes.num_lanes,
             num_ranks=job.num_ranks,
             placement=Placement(

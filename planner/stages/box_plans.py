@@ -81,14 +81,15 @@ class BoxPlan:
 def agree(plans: Sequence[BoxPlan]) -> bool:
     """Returns whether one job can have these plans, one for each box.
 
-    All boxes have the same order of updates. Gradients on an SSD of one box require a commit of every step, and so no
-    states in the memory of any box.
+    All boxes have the same order of updates, and the same cut of matrices. Gradients on an SSD of one box require a
+    commit of every step, and so no states in the memory of any box.
     """
-    orders = {plan.solution.costs.job.update_order for plan in plans}
+    jobs = [plan.solution.costs.job for plan in plans]
+    choices = {(job.update_order, job.cut) for job in jobs}
     engine_plans = [plan.solution.plan for plan in plans]
     spills = any(plan.spilled_blocks for plan in engine_plans)
     rests = any(plan.host_blocks or plan.device_blocks for plan in engine_plans)
-    return len(orders) == 1 and not (spills and rests)
+    return len(choices) == 1 and not (spills and rests)
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class BoxPlans:
     _jobs: dict[tuple[int, int], PlannedJob] = field(default_factory=dict)
     _least: dict[Rounds, LeastWork] = field(default_factory=dict)
     _alike: "list[BoxPlans]" = field(init=False, default_factory=list)
-    _cut: "BoxPlans | None" = field(init=False, default=None)
+    _by_cut: "dict[int | None, BoxPlans]" = field(init=False, default_factory=dict)
 
     def of(self, run: Run, rounds: Rounds, *, below: float = math.inf) -> BoxPlan | None:
         """Returns the plan of a box for a run of blocks. None: none fits, or each takes `below` seconds or more."""
@@ -135,9 +136,10 @@ class BoxPlans:
 
     def _searched(self, run: Run, rounds: Rounds, below: float) -> BoxPlan | None:
         job = self.job_of(run, rounds)
+        smallest_cut = job.cuts[-1] if job.cuts else job.cut
         try:
             solution = solve_counted(
-                self.question_of(rounds), job, self.profiles, below=most_cost_of_any(job.cut, below)
+                self.question_of(rounds), job, self.profiles, below=most_cost_of_any(smallest_cut, below)
             )
         except DoesNotFitError:
             return None
@@ -156,8 +158,7 @@ class BoxPlans:
         key = self.num_ranks(rounds), rounds.num_microbatches
         if key not in self._jobs:
             job = self.profiles.job(self.question_of(rounds), rounds.num_microbatches)
-            # All boxes of a job have one cut of matrices, so none chooses its own; see `with_cut`.
-            self._jobs[key] = replace(job, spills=self.spills, cuts=())
+            self._jobs[key] = replace(job, spills=self.spills)
         return replace(self._jobs[key], group_size=rounds.group_size)
 
     @property
@@ -177,17 +178,25 @@ class BoxPlans:
                 ]
         return self._alike
 
+    def is_alike(self, plan: BoxPlan) -> bool:
+        """Returns whether a plan makes the choices of these plans, one of `alike`."""
+        costs, order = plan.solution.costs, self.kind.question.training.order_of_updates
+        return costs.job.update_order is order and self.spills in (None, costs.spills)
+
     @property
-    def with_cut(self) -> "BoxPlans":
-        """The plans with the smallest parts of matrices, if the planner chooses them; else these plans."""
-        if self._cut is None:
-            question = self.kind.question
-            if cuts := self.profiles.job(question, question.training.num_microbatches).cuts:
-                kind = replace(self.kind, question=question.changed(cut_matrices=cuts[-1]))
-                self._cut = BoxPlans(kind=kind, profiles=self.profiles, spills=self.spills)
-            else:
-                self._cut = self
-        return self._cut
+    def cuts(self) -> tuple[int, ...]:
+        """The elements of a part of a matrix of which the planner may choose one; see `PlannedJob.cuts`."""
+        question = self.kind.question
+        return self.profiles.job(question, question.training.num_microbatches).cuts
+
+    def with_cut(self, cut: int | None) -> "BoxPlans":
+        """Returns the plans with one cut of matrices; None: all matrices are whole."""
+        if not self.kind.question.chooses_cut:
+            return self
+        if cut not in self._by_cut:
+            kind = replace(self.kind, question=self.kind.question.changed(cut_matrices=cut))
+            self._by_cut[cut] = BoxPlans(kind=kind, profiles=self.profiles, spills=self.spills)
+        return self._by_cut[cut]
 
     def least_work(self, rounds: Rounds) -> LeastWork:
         """Returns the least work of a box for a step of the whole model."""

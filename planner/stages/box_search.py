@@ -1,7 +1,9 @@
 """Searches the best plan of a job for each choice of boxes."""
 
+import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from windlass.engine.model import ModelLayout
 from windlass.planner.feasibility import numbers_of_microbatches
 from windlass.planner.planning import best_plan, fastest_plan, numbers_of_gpus
 from windlass.planner.question import KeptShapes, Profiles
-from windlass.planner.solver import DoesNotFitError, group_sizes
+from windlass.planner.solver import DoesNotFitError, group_sizes, penalty_of_cut
 from windlass.planner.stages.box_plans import BoxKind, BoxPlan, BoxPlans, Rounds, agree, times_of
 from windlass.planner.stages.lacking import lacks_with_all
 from windlass.planner.stages.pipeline import Pipeline, least_step_s
@@ -22,6 +24,8 @@ from windlass.planner.stages.stages_report import StagesReport, report_of_stages
 _WORTH_REFINING = 1.2
 # Share of a step by which a plan must be better than the best one so far.
 _WORTH = 1e-3
+# The same for a plan with another choice that all boxes make alike. By the formula boxes that choose alone are faster.
+_WORTH_ALIKE = 5e-3
 # Maximum number of orders of kinds of boxes to try.
 _MOST_ORDERS = 24
 # Maximum number of choices of boxes to compare, if a job is to have some of them, and to plan.
@@ -178,9 +182,12 @@ def _check(boxes: Sequence[BoxPlans], num_boxes: int) -> None:
 def _best_of_one(box: BoxPlans, *, simulates: bool) -> PlannedStages | None:
     """Returns the best plan on one box. If it `simulates`, it is that of a job on one box, else by the cost model."""
     best, best_s = None, math.inf
-    for num_ranks in _numbers_of_gpus([box]):
+    for num_ranks in reversed(list(_numbers_of_gpus([box]))):
         question = replace(box.kind.question, num_ranks=num_ranks, chooses_ranks=False)
+        most_s = best_s / (1 - _WORTH)  # of fewer GPUs
         try:
+            if best is not None and best_plan(question, box.profiles)[1].step_s > most_s:
+                continue  # simulations would take longer
             if simulates:
                 job, solution, simulated_s = fastest_plan(question, box.profiles)
             else:
@@ -188,7 +195,7 @@ def _best_of_one(box: BoxPlans, *, simulates: bool) -> PlannedStages | None:
         except DoesNotFitError:
             continue
         step_s = solution.step_s if simulated_s is None else simulated_s
-        if step_s < (1 - _WORTH) * best_s:
+        if best is None or step_s <= most_s:
             best_s = step_s
             rounds = Rounds(
                 num_ranks=num_ranks, num_microbatches=job.num_microbatches, group_size=solution.costs.group_size
@@ -216,29 +223,74 @@ def _best_of(
 
     `likely`: rounds of a good plan of other boxes. They are tried first if there is a round for each box. `leads`: a
     box of the first kind comes first. `below`: only plans with a shorter step count. `simulates`: see `_best_of_one`.
-    Matrices are cut only if nothing fits otherwise, and then into the smallest parts.
     """
     if sum(number for _, number in chosen) == 1:
         return _best_of_one(chosen[0][0], simulates=simulates)
-    best = _best_of_several(chosen, likely, leads=leads, below=below)
-    if best is not None or below < math.inf or all(boxes.with_cut is boxes for boxes, _ in chosen):
-        return best
-    cut = [(boxes.with_cut, number) for boxes, number in chosen]
-    return _best_of_several(cut, likely, leads=leads, below=below)
+    free = search_free(chosen, likely, leads=leads, below=below)
+    if free is None:
+        return None
+    if not chosen[0][0].cuts:
+        return _best_alike(free, chosen, leads=leads, below=below)
+    best = _best_of_cuts(free, chosen, leads=leads, below=below)
+    return best and replace(best, find_other_cut=functools.partial(_with_other_cut, best, chosen, leads=leads))
 
 
-def _best_of_several(chosen: Choice, likely: Rounds | None, *, leads: bool, below: float) -> PlannedStages | None:
-    """Does the same as `_best_of` for several boxes, whose questions say which cut of matrices all of them have."""
-    best = search_free(chosen, likely, leads=leads, below=below)
-    if best is None or agree(best.plans):
-        return best
-    alike = [
-        search_free(
-            list(zip(boxes, (number for _, number in chosen), strict=True)), best.rounds, leads=leads, below=below
-        )
-        for boxes in zip(*(each.alike for each, _ in chosen), strict=True)
-    ]
-    return min((each for each in alike if each is not None), key=lambda each: each.step_s, default=None)
+def _best_of_cuts(free: PlannedStages, chosen: Choice, *, leads: bool, below: float) -> PlannedStages | None:
+    """Returns the best plan with one cut of matrices for all boxes. `free`: each box chooses its own.
+
+    Cuts that are of use to some boxes are tried, and the smallest parts. If any plan fits, one with these does. Their
+    search has more rounds than that of `free`; see `_all_rounds`.
+    """
+    cuts = Counter(plan.solution.costs.job.cut for plan in free.plans)
+    if cuts.keys() == {None}:
+        return _best_alike(free, chosen, leads=leads, below=below)
+    best, best_cost, smallest = None, math.inf, chosen[0][0].cuts[-1]
+    for cut in dict.fromkeys((*(cut for cut, _ in cuts.most_common()), smallest)):
+        worth = 1 + penalty_of_cut(cut)
+        most_s = min(below, best_cost / worth)
+        if best is not None and cut != smallest and (1 + _WORTH_ALIKE) * free.step_s >= most_s:
+            continue
+        of_cut = _best_of_cut(cut, free, chosen, leads=leads, below=most_s)
+        if of_cut is not None:
+            best, best_cost = of_cut, worth * of_cut.step_s
+    return best
+
+
+def _best_of_cut(
+    cut: int | None, known: PlannedStages, chosen: Choice, *, leads: bool, below: float
+) -> PlannedStages | None:
+    """Returns the best plan with a cut of matrices. `known`: a good plan with another one."""
+    of_cut = [(boxes.with_cut(cut), number) for boxes, number in chosen]
+    found = search_free(of_cut, known.rounds, leads=leads, below=below)
+    return None if found is None else _best_alike(found, of_cut, leads=leads, below=below)
+
+
+def _with_other_cut(best: PlannedStages, chosen: Choice, below_s: float, *, leads: bool) -> PlannedStages | None:
+    """Returns the best plan with whole matrices if those of the given one are cut, else with the smallest parts.
+
+    None: it takes `below_s` or more, or would be of no use because devices have room for whole layers.
+    """
+    costs = [plan.solution.costs for plan in best.plans]
+    is_cut = costs[0].job.cut is not None
+    if not is_cut and not any(each.streams or each.num_grad_buffers == 1 for each in costs):
+        return None
+    return _best_of_cut(None if is_cut else chosen[0][0].cuts[-1], best, chosen, leads=leads, below=below_s)
+
+
+def _best_alike(free: PlannedStages, chosen: Choice, *, leads: bool, below: float) -> PlannedStages | None:
+    """Returns a plan of `search_free` if its boxes agree, else the best one with which they do."""
+    if agree(free.plans):
+        return free
+    best: PlannedStages | None = None
+    every = zip(*(each.alike for each, _ in chosen), strict=True)
+    # What most boxes do anyway is mostly best, and ends the search of the others early.
+    for boxes in sorted(every, key=lambda each: -sum(each[0].is_alike(plan) for plan in free.plans)):
+        most_s = below if best is None else best.step_s
+        if best is not None and (1 + _WORTH_ALIKE) * free.step_s >= most_s:
+            break
+        alike = list(zip(boxes, (number for _, number in chosen), strict=True))
+        best = search_free(alike, free.rounds, leads=leads, below=most_s) or best
+    return best
 
 
 def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: float = math.inf) -> PlannedStages | None:
@@ -264,7 +316,7 @@ def search_free(chosen: Choice, likely: Rounds | None, *, leads: bool, below: fl
     own = None if best is None else best.with_own_blocks()
     if own is None:
         return None
-    near = _near(own, found)
+    near = _near(own, [planned for planned in found if agree(planned.plans)])
     return replace(own, near=near, other_rounds=_other_rounds((own, *near), found))
 
 
@@ -283,20 +335,31 @@ def _near(best: PlannedStages, found: Sequence[PlannedStages]) -> tuple[PlannedS
 
 
 def _other_rounds(chosen: Sequence[PlannedStages], found: Sequence[PlannedStages]) -> tuple[PlannedStages, ...]:
-    """Returns the best plan of those found with each rounds that no chosen one has, the shortest first."""
-    by_rounds = {_rounds_of(planned): planned for planned in sorted(found, key=lambda each: -each.step_s)}
+    """Returns the best plan of those found with each rounds and cut that no chosen one has, the shortest first."""
+    alike = itertools.chain.from_iterable(map(_with_one_cut, sorted(found, key=lambda each: -each.step_s)))
+    by_rounds = {_rounds_of(planned, cut): planned for planned, cut in alike}
     for planned in chosen:
-        by_rounds.pop(_rounds_of(planned), None)
+        by_rounds.pop(_rounds_of(planned, planned.plans[0].solution.costs.job.cut), None)
     return tuple(sorted(by_rounds.values(), key=lambda each: each.step_s)[:_MOST_OTHER_ROUNDS])
 
 
-def _rounds_of(planned: PlannedStages) -> object:
-    return tuple(map(id, planned.boxes)), planned.rounds
+def _with_one_cut(planned: PlannedStages) -> Iterator[tuple[PlannedStages, int | None]]:
+    """Yields a plan with each cut that a box of it has, for all boxes. If they differ, boxes are yet to be planned."""
+    cuts = {plan.solution.costs.job.cut for plan in planned.plans}
+    if len(cuts) == 1:
+        yield planned, cuts.pop()
+        return
+    for cut in cuts:
+        yield replace(planned, boxes=tuple(boxes.with_cut(cut) for boxes in planned.boxes)), cut
+
+
+def _rounds_of(planned: PlannedStages, cut: int | None) -> object:
+    return tuple(id(boxes.profiles) for boxes in planned.boxes), planned.rounds, cut
 
 
 def _choice_of(planned: PlannedStages) -> object:
     """Returns what two plans of a search differ in."""
-    return _rounds_of(planned), planned.division
+    return tuple(map(id, planned.boxes)), planned.rounds, planned.division
 
 
 def orders_of_boxes(chosen: Choice, *, leads: bool) -> Iterator[tuple[BoxPlans, ...]]:

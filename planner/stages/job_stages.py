@@ -113,7 +113,18 @@ def _planned(
         tuple(_over_their_network(each, request, groups) for each in plans)
         for plans in (planned.near, planned.other_rounds)
     )
-    planned = replace(_over_their_network(planned, request, groups), near=near, other_rounds=other_rounds)
+    find_other_cut = planned.find_other_cut
+
+    def with_other_cut(below_s: float) -> PlannedStages | None:
+        other = find_other_cut(below_s)
+        return None if other is None else _over_their_network(other, request, groups)
+
+    planned = replace(
+        _over_their_network(planned, request, groups),
+        near=near,
+        other_rounds=other_rounds,
+        find_other_cut=with_other_cut,
+    )
     planned, simulated_s = fastest_by_simulation(planned)
     step_s = planned.step_s if simulated_s is None else simulated_s
     in_order = _boxes_of(planned, groups)

@@ -40,7 +40,8 @@ class Lack:
 
 def lacks_with_all(boxes: Sequence[tuple[BoxPlans, int]], layout: ModelLayout) -> list[Lack]:
     """Returns what boxes lack, so many of each kind. It matters little which of them is where."""
-    each = [plans.with_cut for plans, number in boxes for _ in range(number)]
+    cut = min(boxes[0][0].cuts, default=None)  # so that boxes need least
+    each = [plans.with_cut(cut) for plans, number in boxes for _ in range(number)]
     return lacks_of(each, even_division([block.numel for block in layout.blocks], len(each)))
 
 

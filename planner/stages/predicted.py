@@ -18,6 +18,8 @@ MOST_EVENTS = 200_000
 # Share of a step. The simulation of a plan ends early once its step is longer by more than this than the best one's, as
 # the rest of the step is estimated with an error.
 _SURE = 1.5e-2
+# Share of a step by which a plan waits so long that another cut of matrices is searched for.
+_LONG_WAITS = 0.1
 # CPU seconds that the timeline of a plan's step may take.
 _TIMELINE_S = 20.0
 
@@ -28,7 +30,8 @@ def fastest_by_simulation(
     """Returns the plan, or another one whose simulated step is shorter, and that step time.
 
     The others are those near it, whatever their steps are by the formula, which may be too long or too short. If the
-    fastest of these waits, they are also plans with other rounds, and then plans of the same kind that may wait less.
+    fastest of these waits, they are also plans with other rounds, and then plans of the same kind that may
+    wait less. If it waits long, one with another cut of matrices comes between the two.
     If the plan itself is not simulated, it is returned with None: times by the formula and simulated ones do not
     compare. `most_events`: see `simulated_step_s`.
     """
@@ -51,6 +54,8 @@ def fastest_by_simulation(
     for other in planned.other_rounds:
         if waits(best.step_s, best_s) and _least_s(other) < best_s:
             best, best_s = faster(other.with_own_blocks())
+    if best_s > (1 + _LONG_WAITS) * best.step_s:
+        best, best_s = faster(planned.find_other_cut(best_s))
     for changed in (with_other_place, with_more_gradients):
         if waits(best.step_s, best_s):
             best, best_s = faster(changed(best))

@@ -1,7 +1,7 @@
 """Divides a model's layers over the boxes of a job, so that a step is as short as possible."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +32,9 @@ class PlannedStages:
     near: "tuple[PlannedStages, ...]" = ()  # other plans of the same boxes whose steps are nearly as short
     # Plans of the same boxes with other rounds, as `Splitter` found them: see `with_own_blocks`.
     other_rounds: "tuple[PlannedStages, ...]" = ()
+    # Returns the best plan with a cut of matrices if this one has none, else that without one; see `box_search`. It
+    # takes time. None: its step is not below the given seconds, or it would be of no use.
+    find_other_cut: "Callable[[float], PlannedStages | None]" = lambda below_s: None
 
     @property
     def step_s(self) -> float:

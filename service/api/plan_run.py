@@ -130,7 +130,10 @@ class PlanRun:
         return plan.report
 
     def estimate(self) -> JobPlan | None:
-        """Returns the best plan by the cost model, if there is one that was not returned before."""
+        """Returns what is told before the whole plan, if it was not returned before.
+
+        It is the best plan by the cost model, the plan without its advice, or with its changes so far.
+        """
         told = self._newly_told(estimate_path(self._work_dir / f"{PLAN_JOB}.json"))
         return None if told is None else JobPlan.from_json(told)
 

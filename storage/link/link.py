@@ -22,7 +22,6 @@ from windlass.storage.link.keys import LinkKey
 from windlass.storage.link.peer import Peer
 from windlass.storage.link.session import Connected, Session
 from windlass.storage.link.settings import Certificates, Identity, LinkSettings
-from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import Offer, Pull
 from windlass.storage.link.wire import Codec
 from windlass.storage.threads import GuardedThreads
@@ -188,10 +187,6 @@ class Link:
             InterruptedError: the link was closed meanwhile.
         """
         self._peer(to).send(message, may_wait=not self._threads.include_caller)
-
-    def traffic(self) -> dict[BoxName, Traffic]:
-        """Returns the traffic with each peer since the start."""
-        return {name: peer.traffic() for name, peer in self._peers.items()}
 
     def describe(self) -> str:
         """Describes what this box waits for, by the oldest pull from each peer; "" if it waits for nothing."""

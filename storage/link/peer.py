@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
 from typing import Any, Protocol
 
 from windlass.storage.cancellation import CancelToken
@@ -15,7 +14,6 @@ from windlass.storage.link.errors import LinkClosed, LinkError, PeerClosed, Peer
 from windlass.storage.link.keys import LinkKey
 from windlass.storage.link.messages import MessageStream
 from windlass.storage.link.settings import LinkSettings
-from windlass.storage.link.traffic import Traffic
 from windlass.storage.link.transfers import IncomingTransfers, Offer, OutgoingTransfers, Pull
 from windlass.storage.link.wire import Closing, Codec, Heartbeat, Offered, Pulled, Want
 
@@ -60,7 +58,6 @@ class Peer:
         self._connections: Connections | None = None
         self._messages = MessageStream(codec)
         self._instance: bytes | None = None
-        self._traffic = Traffic()
         self._ended: PeerLost | PeerClosed | None = None
         self._num_damaged = 0  # frames since the last piece that arrived whole
         self._last_heard_s = time.monotonic()
@@ -95,11 +92,6 @@ class Peer:
                 self._token.wait_for(self._changed, self._has_room, lambda: f"box {self.name!r} to confirm messages")
             self._require("a message")
             self._post(message)
-
-    def traffic(self) -> Traffic:
-        """Returns the traffic so far."""
-        with self._lock:
-            return replace(self._traffic)
 
     @property
     def ended(self) -> PeerLost | PeerClosed | None:
@@ -152,7 +144,6 @@ class Peer:
             self._messages.reconnected()
             self._connections = connections
             self._last_error = "its connection ended"
-            self._traffic.num_connections += 1
             self._heard()
             self._wake()
 
@@ -246,11 +237,6 @@ class Peer:
                 self._to_send.wait()
         return None
 
-    def sent(self, nbytes: int) -> None:
-        """Counts a piece that was sent."""
-        with self._lock:
-            self._traffic.nbytes_out += nbytes
-
     def place(self, number: int, nbytes: int) -> memoryview:
         """Returns the memory for a piece that arrives. Raises ProtocolError if it was not asked for."""
         with self._lock:
@@ -259,10 +245,9 @@ class Peer:
                 piece.pull.start_s = time.monotonic()
             return piece.into
 
-    def arrived(self, number: int, nbytes: int) -> None:
+    def arrived(self, number: int) -> None:
         """Records that a piece has arrived whole."""
         with self._lock:
-            self._traffic.nbytes_in += nbytes
             self._num_damaged = 0
             pull = self._incoming.arrived(number)
             if pull is not None:

@@ -164,7 +164,6 @@ class Session:
             while (work := self._peer.next_piece(self)) is not None:
                 number, piece = work
                 writer.send(number, piece)
-                self._peer.sent(piece.nbytes)
 
         return _run_sender
 
@@ -172,16 +171,8 @@ class Session:
         reader = FrameReader(self._connected.data[stream], self._key(stream, is_out=False), self._settings.piece_nbytes)
 
         def _run_receiver() -> None:
-            piece_nbytes = 0
-
-            def place(number: int, nbytes: int) -> memoryview:
-                nonlocal piece_nbytes
-                piece_nbytes = nbytes
-                return self._peer.place(number, nbytes)
-
             while True:
-                number = reader.receive(place)
-                self._peer.arrived(number, piece_nbytes)
+                self._peer.arrived(reader.receive(self._peer.place))
 
         return _run_receiver
 

@@ -177,8 +177,10 @@ def test_an_estimate_stands_until_the_plan_comes_and_old_answers_are_dropped(ope
     page.get_by_label("Batch size").fill("8")
     expect(page.locator("body")).to_have_attribute("data-asked", "2")
     assert page.evaluate("window.asked.map((question) => question.isAborted)") == [True, False]
-    send(1, event("fine_tuning.plan", plan_of(page.evaluate("window.asked[1].body"))))
+    send(1, event("fine_tuning.plan.without_advice", plan_of(page.evaluate("window.asked[1].body"))))
     expect(headline).to_have_text("It fits: 8 s a step")
+    expect(answer).to_have_attribute("aria-busy", "true")
+    send(1, event("fine_tuning.plan", plan_of(page.evaluate("window.asked[1].body"))))
     expect(answer).to_have_attribute("aria-busy", "false")
     # The phone shows the answer above the form, and nothing is wider than the screen.
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
@@ -216,15 +218,26 @@ def test_an_estimate_stands_until_the_plan_comes_and_old_answers_are_dropped(ope
     expect(headline).to_have_text("It fits: 14 s a step")
     expect(page.locator("#try-unmeasured")).to_be_hidden()
 
-    page.get_by_label("Batch size").fill("9")
+    page.click("#try-what-if")
     expect(page.locator("body")).to_have_attribute("data-asked", "6")
+    row = {"key": "ram", "change": "64 GiB more RAM", "feasible": True, "step_s": 8.0, "tokens_per_s": 1.0, "gain": 1.0}
+    changes = plan_of(question, step_s=14.0, what_if=[row], num_changes_left=2)
+    send(5, event("fine_tuning.plan.changes", changes))
+    expect(page.locator("#try-what-if-rows tr")).to_have_text("64 GiB more RAM8 s1.0+100 %")
+    expect(page.locator("#try-what-if-note")).to_have_text("Planning 2 more changes…")
+    expect(headline).to_have_text("It fits: 14 s a step")
+    send(5, event("fine_tuning.plan", plan_of(question, step_s=14.0, what_if=[row])))
+    expect(page.locator("#try-what-if-note")).to_have_text("The largest gain comes first.")
+
+    page.get_by_label("Batch size").fill("9")
+    expect(page.locator("body")).to_have_attribute("data-asked", "7")
     error = {"message": "the plan was not made", "param": None, "code": "no_memory"}
-    send(5, event("error", {"error": error}))
+    send(6, event("error", {"error": error}))
     expect(page.locator("#try-problem")).to_have_text("the plan was not made")
     expect(headline).to_have_text("There is no plan")
     page.get_by_role("button", name="Try again").click()
-    expect(page.locator("body")).to_have_attribute("data-asked", "7")
-    send(6, event("fine_tuning.plan", plan_of(page.evaluate("window.asked[6].body"))))
+    expect(page.locator("body")).to_have_attribute("data-asked", "8")
+    send(7, event("fine_tuning.plan", plan_of(page.evaluate("window.asked[7].body"))))
     expect(headline).to_have_text("It fits: 9 s a step")
     expect(page.locator("#try-retry")).to_be_hidden()
 

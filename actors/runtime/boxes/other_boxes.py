@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from windlass.actors.job import JobContext, JobSpec, SsdFacts, box_of, make_context
-from windlass.actors.runtime import START_DEADLINE_S, CallActors
+from windlass.actors.runtime import START_DEADLINE_S, CallActors, DuringWait, waits_for
 from windlass.actors.runtime.boxes.box_link import BoxLink
 from windlass.actors.runtime.boxes.copies import digests_of, require_alike
 from windlass.actors.runtime.boxes.first_box import BoxFailed, FirstBox, require_no_failure
@@ -69,11 +69,9 @@ _METHODS = frozenset({"read_journal", "open_space", "start"})
 class OtherBoxes:
     """The other boxes of an attempt, as the first box's runner sees them. One thread at a time."""
 
-    def __init__(
-        self, link: BoxLink, names: Sequence[BoxName], *, check_stop: Callable[[], None] = lambda: None
-    ) -> None:
-        """`names`: of all boxes, in their order. `check_stop` raises an error if the attempt is to stop."""
-        self._link, self._names, self._check_stop = link, names, check_stop
+    def __init__(self, link: BoxLink, names: Sequence[BoxName], *, during_wait: DuringWait = lambda _: None) -> None:
+        """`names`: of all boxes, in their order."""
+        self._link, self._names, self._during_wait = link, names, during_wait
         self._num_calls = 0
 
     def contexts(self, specs: Sequence[JobSpec], layout: ModelLayout) -> list[JobContext]:
@@ -87,7 +85,9 @@ class OtherBoxes:
         """
         first, *others = specs
         digests = digests_of(first, layout)
-        planned = self._await({spec.box for spec in others}, BoxPlanned, START_DEADLINE_S, "planned its part")
+        planned = self._await(
+            {spec.box for spec in others}, BoxPlanned, START_DEADLINE_S, "planned its part", waits_for("address")
+        )
         contexts = []
         for spec in others:
             there = planned[spec.box]
@@ -127,7 +127,9 @@ class OtherBoxes:
             with contextlib.suppress(ConnectionError):  # the reason comes with the answers
                 self._link.request(box, called)
         answers = call_here(here, method, *arguments, deadline_s=deadline_s) if here else {}
-        for box, answered in self._await(set(by_box), ActorsAnswered, deadline_s, f"carried out {method}").items():
+        for box, answered in self._await(
+            set(by_box), ActorsAnswered, deadline_s, f"carried out {method}", waits_for(method)
+        ).items():
             answers |= answered.journals or dict.fromkeys(by_box[box])
         return {name: answers[name] for name in names}
 
@@ -146,11 +148,12 @@ class OtherBoxes:
             with contextlib.suppress(ConnectionError):
                 self._link.request(box, AttemptEnded(is_over=is_over, in_order=in_order))
 
-    def _await(self, boxes: set[int], kind: type, deadline_s: float, what: str) -> dict[int, Any]:
+    def _await(self, boxes: set[int], kind: type, deadline_s: float, what: str, waited_for: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
         until_s = time.monotonic() + deadline_s
         while missing := boxes - found.keys():
-            self._check_stop()
+            whose = "Box" if len(missing) == 1 else "Boxes"
+            self._during_wait(f"{whose} {' and '.join(self._names[each] for each in sorted(missing))}: {waited_for}")
             try:
                 box, request = self._link.requests.get(timeout=_TICK_S)
             except queue.Empty:

@@ -15,6 +15,7 @@ from typing import Any
 from windlass.actors.job import SCHEDULER, JobSpec, box_of, link_name, optimizer_name
 from windlass.actors.messages import Message
 from windlass.actors.runtime import (
+    DuringWait,
     MessageServer,
     Outbox,
     RayBox,
@@ -46,12 +47,12 @@ class LeadRunner(Runner):
             link = _start_link(self.spec, self._config, ending)
             boxes: list[RayBox] = []
 
-            def check() -> None:
-                self._check_stop()
+            def during_wait(what: str) -> None:
+                self._during_wait(what)
                 for box in boxes:
                     box.check()
 
-            others = OtherBoxes(link, self._config.names, check_stop=check)
+            others = OtherBoxes(link, self._config.names, during_wait=during_wait)
             outcome: dict[str, Any] = {"status": INTERRUPTED}
             try:
                 mailboxes = {SCHEDULER: MessageServer(self._post).address}
@@ -59,7 +60,7 @@ class LeadRunner(Runner):
                 for spec in self._specs[1:]:
                     mover = optimizer_name(0, spec.box)
                     mailboxes[mover] = MessageServer(functools.partial(link.deliver, mover)).address
-                here = _start_box(self.spec, layout, link, mailboxes, self._check_stop, ending)
+                here = _start_box(self.spec, layout, link, mailboxes, self._during_wait, ending)
                 boxes.append(here)
                 outcome = self._train_with(here, others, link, layout)
             finally:
@@ -103,7 +104,8 @@ class BoxRunner(RunnerActor):
 
             def make_box(check_end: Callable[[], None]) -> RayBox:
                 mailboxes = {SCHEDULER: MessageServer(functools.partial(link.deliver, SCHEDULER)).address}
-                boxes.append(_start_box(self.spec, layout, link, mailboxes, check_end, ending))
+                # The first box says what the job waits for.
+                boxes.append(_start_box(self.spec, layout, link, mailboxes, lambda _: check_end(), ending))
                 return boxes[0]
 
             end = serve_box(self.spec, link, make_box)
@@ -142,11 +144,11 @@ def _start_box(
     layout: ModelLayout,
     link: BoxLink,
     mailboxes: Mapping[ActorName, str],
-    check_stop: Callable[[], None],
+    during_wait: DuringWait,
     ending: contextlib.ExitStack,
 ) -> RayBox:
     mailbox = MessageServer(link.post_all)
-    box = RayBox.start(spec, layout, {**mailboxes, link_name(spec.box): mailbox.address}, check_stop)
+    box = RayBox.start(spec, layout, {**mailboxes, link_name(spec.box): mailbox.address}, during_wait)
     ending.callback(box.close)
     ending.callback(clean_up, spec, link.stop)  # before the arena is removed
     ending.callback(box.end_processes)

@@ -1,5 +1,6 @@
 """Makes a job's plan: finds the sizes that fit the budget, and lays out the arena's pools."""
 
+import functools
 from dataclasses import replace
 
 from windlass.amounts import bytes_text, describe_largest, least_gib
@@ -22,10 +23,15 @@ from windlass.engine.memory_plan.arena.placement_checks import check_placement, 
 from windlass.engine.memory_plan.arena.slot_counts import (
     num_grad_slots,
     num_held_slots,
-    num_lane_sums,
     num_partial_grads,
+    num_running_sums,
 )
-from windlass.engine.memory_plan.arena.streaming import overlaid_blocks, streamed_blocks, tied_in_pieces
+from windlass.engine.memory_plan.arena.streaming import (
+    fp32_in_pieces,
+    overlaid_blocks,
+    streamed_blocks,
+    tied_in_pieces,
+)
 
 # Pools of slots between a box and each neighbour: for what it sends, and for what it receives. Each has room for a
 # group of micro-batches. With less, a box that computes groups ahead would wait for the neighbour's compute.
@@ -41,6 +47,7 @@ def make_plan(
     keep_grads: bool,
     host_memory_nbytes: int | None,
     num_microbatches: int = 1,
+    is_sliced: bool = False,
     num_lanes: int = 1,
     num_ranks: int = 1,
     free_nbytes: int | None = None,
@@ -57,6 +64,7 @@ def make_plan(
         keep_grads: the first update needs all gradients.
         host_memory_nbytes: the budget; its unused rest caches params. None: no budget.
         num_microbatches: the micro-batches of a step.
+        is_sliced: the head goes over a micro-batch in several slices.
         num_lanes: the lanes of a step's micro-batches.
         num_ranks: the number of GPU workers.
         free_nbytes: the limit if there is no budget; the plan uses only as much of it as it needs.
@@ -93,14 +101,17 @@ def make_plan(
             f"{num_lanes} lanes: gradients leave the device in pieces only where groups are whole lanes; choose "
             f"group_size={lanes.smallest_uncut_group}, or leave streams_grads out"
         )
+    lay_out = functools.partial(
+        _lay_out, model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, is_sliced=is_sliced
+    )
     for choice in choices(model, placement, keep_grads=keep_grads, is_naive=is_naive):
-        plan = _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, choice)
+        plan = lay_out(choice)
         if limit_nbytes is None or plan.arena_nbytes <= limit_nbytes:
             if host_memory_nbytes is None or placement.num_cached_params is not None or is_naive:
                 return plan
             num_free = (host_memory_nbytes - plan.arena_nbytes) // plan.params.slot_nbytes
             choice = replace(choice, num_cached=min(choice.num_cached + num_free, num_on_ssds(model, placement)))
-            return _lay_out(model, placement, num_optimizers, grad_itemsize, lanes, num_ranks, crossings, choice)
+            return lay_out(choice)
     assert limit_nbytes is not None, "without a limit the first choice fits"
     raise _too_little_host_memory(plan, limit_nbytes, is_budget=host_memory_nbytes is not None)
 
@@ -118,7 +129,7 @@ def _too_little_host_memory(plan: Plan, limit_nbytes: int, *, is_budget: bool) -
         "gradients": plan.grads.nbytes
         + plan.partial_grads.nbytes
         + plan.open_lanes.nbytes
-        + plan.num_ranks * plan.lane_sums.nbytes,
+        + plan.num_ranks * plan.running_sums.nbytes,
         "states at the optimizers": sum(pool.nbytes for pool in plan.states),
         "resident states": plan.host_states.nbytes,
         "states on their way to or from the device": plan.transit.nbytes,
@@ -159,8 +170,11 @@ def _lay_out(
     num_ranks: int,
     crossings: Crossings,
     choice: Choice,
+    *,
+    is_sliced: bool,
 ) -> Plan:
     chunk, total = model.chunk_numel, model.total_chunks
+    in_fp32 = fp32_in_pieces(model, placement, grad_itemsize=grad_itemsize, is_sliced=is_sliced)
     num_kept = choice.num_host_grad_blocks
     spilled = () if num_kept is None else tuple(filter(model.is_own, model.blocks[num_kept:]))
     in_memory = placement.host_blocks or placement.device_blocks
@@ -202,15 +216,15 @@ def _lay_out(
         slot_nbytes=partial_grads.slot_nbytes,
         num_slots=partial_grads.num_slots if lanes.num_open_lanes(group_size) else 0,
     )
-    lane_sums = Pool(
+    running_sums = Pool(
         offset=open_lanes.offset + open_lanes.nbytes,
         slot_nbytes=partial_grads.slot_nbytes,
-        num_slots=num_lane_sums(model, placement, lanes, group_size),
+        num_slots=num_running_sums(model, placement, lanes, group_size, in_fp32),
     )
     num_ssd_activations = -(-placement.ssd_activation_nbytes // ACTIVATION_SLOT_NBYTES)
     num_staged = min(placement.depths.staged_activations, num_ssd_activations)
     activations = Pool(
-        offset=lane_sums.offset + num_ranks * lane_sums.nbytes,
+        offset=running_sums.offset + num_ranks * running_sums.nbytes,
         slot_nbytes=ACTIVATION_SLOT_NBYTES,
         num_slots=-(-placement.host_activation_nbytes // ACTIVATION_SLOT_NBYTES) + num_staged,
     )
@@ -241,7 +255,7 @@ def _lay_out(
         transit=transit,
         partial_grads=partial_grads,
         open_lanes=open_lanes,
-        lane_sums=lane_sums,
+        running_sums=running_sums,
         num_cached_params=choice.num_cached,
         host_blocks=tuple(sorted(placement.host_blocks)),
         device_blocks=tuple(sorted(placement.device_blocks)),
@@ -262,6 +276,7 @@ def _lay_out(
         ends_share_params=len(overlaid) == 2 and not model.shared_blocks,  # the head uses a tied embedding
         streams_ends=placement.streams_ends,
         tied_in_pieces=tied_in_pieces(model, placement),
+        fp32_in_pieces=in_fp32,
         num_fetched_params=num_fetched,
         leaving_nbytes=placement.depths.leaving_nbytes,
         crossings=hidden_states,

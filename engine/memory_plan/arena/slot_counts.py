@@ -1,5 +1,7 @@
 """Counts the slots of each pool of the arena."""
 
+from collections.abc import Collection
+
 from windlass.engine.lanes import LaneDivision
 from windlass.engine.memory_plan import ModelSize, Placement
 from windlass.engine.memory_plan.arena.choices import Choice
@@ -64,10 +66,14 @@ def num_partial_grads(
     return (num_groups - 1) * max(2 * model.typical_chunks, most + num_shared)
 
 
-def num_lane_sums(model: ModelSize, placement: Placement, lanes: LaneDivision, group_size: int) -> int:
-    """Returns the slots of one GPU worker in `Plan.lane_sums`."""
-    if not placement.streams_grads or lanes.num_lanes == 1:
+def num_running_sums(
+    model: ModelSize, placement: Placement, lanes: LaneDivision, group_size: int, in_fp32: Collection[int]
+) -> int:
+    """Returns the slots of one GPU worker in `Plan.running_sums`. `in_fp32`: see `Plan.fp32_in_pieces`."""
+    if not placement.streams_grads:
         return 0
+    if lanes.num_lanes == 1:  # with several, gradients leave in fp32
+        return sum(model.num_chunks(block) for block in in_fp32 if block not in model.shared_blocks)
     blocks = streamed_blocks(model, placement)
     if not lanes.has_long_lane:
         # A lane's sum of the head waits between slices of a micro-batch, too. How many there are is not known here.

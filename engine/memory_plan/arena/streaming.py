@@ -1,6 +1,6 @@
 """The blocks that come to the device or leave it in pieces, and those that lie in the memory of these pieces."""
 
-from windlass.engine.memory_plan import ModelSize, Placement
+from windlass.engine.memory_plan import PARTIAL_GRAD_ITEMSIZE, ModelSize, Placement
 
 
 def _ends(model: ModelSize, placement: Placement) -> tuple[int, ...]:
@@ -19,6 +19,13 @@ def tied_in_pieces(model: ModelSize, placement: Placement) -> tuple[int, ...]:
     """See `Plan.tied_in_pieces`."""
     streamed = _streamed_ends(model, placement) if placement.streams_grads else ()
     return tuple(block for block in streamed if block in model.shared_blocks)
+
+
+def fp32_in_pieces(model: ModelSize, placement: Placement, *, grad_itemsize: int, is_sliced: bool) -> tuple[int, ...]:
+    """See `Plan.fp32_in_pieces`. `is_sliced`: the head goes over a micro-batch in several slices."""
+    tied, head = tied_in_pieces(model, placement), model.blocks[-1]
+    sums_slices = is_sliced and placement.streams_grads and head in _streamed_ends(model, placement)
+    return (*tied, head) if sums_slices and grad_itemsize < PARTIAL_GRAD_ITEMSIZE else tied
 
 
 def streamed_blocks(model: ModelSize, placement: Placement) -> tuple[int, ...]:

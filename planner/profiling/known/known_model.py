@@ -240,6 +240,7 @@ class KnownModel:
             chunk_numel=choose_chunk_numel([block.numel for block in blocks]),
             shared=(*shared, (last, BlockIndex(0)) if tied else (last,)),
             hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
         )
 
     def operators(self, block: BlockIndex, num_examples: int, num_tokens: int) -> LayerOperators:

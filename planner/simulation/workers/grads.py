@@ -76,7 +76,7 @@ class Grads:
             numel: gpu.slots(GRADIENTS, self._flat_nbytes[numel], number) for numel, number in numbers.items()
         }
         if gpu.rank == 0:  # for all ranks
-            nbytes = plan.partial_grads.nbytes + plan.open_lanes.nbytes + plan.num_ranks * plan.lane_sums.nbytes
+            nbytes = plan.partial_grads.nbytes + plan.open_lanes.nbytes + plan.num_ranks * plan.running_sums.nbytes
             world.allocate(MemoryTier.HOST, _PARTIALS, nbytes)
         self._with_lane: set[Use] = set()  # sums that have the sum of a lane beside them, on the device
         self._num_leaving = 0  # sums that will be copied out, and have no slots yet
@@ -116,6 +116,7 @@ class Grads:
         """Acquires buffers for an operation's sums, with the partial sums of the previous group."""
         if operation.block in self.pieces.blocks:
             yield from self._changed.until(lambda: not self._num_overlaid)
+            yield from self.pieces.enter(operation.block)
             use, num_chunks = (operation.block, operation.block), len(self.world.chunk_keys[operation.block])
             if operation.group > 0:
                 yield from self._changed.until(lambda: use in self._left)

@@ -77,7 +77,10 @@ async def create_plan(context: ContextDep, caller: CallerDep, body: CreatePlan, 
     With `stream`, the answer is a stream of server-sent events. Those named `fine_tuning.plan.estimate` have the best
     plan so far by formulas alone, with `estimated`. With `to_be_measured`, its times follow from the machine's rates,
     because the model's blocks are not measured yet. Then events named `fine_tuning.plan.progress` have `message`,
-    `done` and `total` of the measurement. `fine_tuning.plan` has the plan, and `error` has an error object.
+    `done` and `total` of the measurement. `fine_tuning.plan.without_advice` has the plan as soon as it is known. It has
+    no answers to `what_if` yet, does not say what would be faster, and has no least GPU memory. With `what_if`, those
+    named `fine_tuning.plan.changes` have the plan with the rows of `what_if` so far, and `num_changes_left`.
+    `fine_tuning.plan` has the plan with all of these, and `error` has an error object.
     """
     request, shown = await run_in_threadpool(_asked, context, caller, body)
     if body.stream:
@@ -303,7 +306,7 @@ async def _run(
 
 
 async def _streamed(context: Context, user: str | None, request: PlanRequest, shown: Shown) -> AsyncIterator[bytes]:
-    """Yields the events of a plan: estimates, the progress of measurements, and at last the plan or an error."""
+    """Yields the events of a plan: estimates, progress, the changes so far, and at last the plan or an error."""
     try:
         async with _running(context, user, request) as run:
             while (report := await run_in_threadpool(run.poll)) is None:
@@ -323,9 +326,14 @@ async def _streamed(context: Context, user: str | None, request: PlanRequest, sh
 
 def _news_of(run: PlanRun, shown: Shown) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the names and the data of the events that are due before the plan."""
-    if (estimate := run.estimate()) is not None:
-        about = {"estimated": True, "to_be_measured": estimate.to_be_measured}
-        yield "fine_tuning.plan.estimate", {**shown(estimate.report, []), **about}
+    if (told := run.estimate()) is not None:
+        plan = shown(told.report, run.warnings)
+        if told.lacks_advice:
+            yield "fine_tuning.plan.without_advice", plan
+        elif told.num_changes_left is not None:
+            yield "fine_tuning.plan.changes", {**plan, "num_changes_left": told.num_changes_left}
+        else:
+            yield "fine_tuning.plan.estimate", {**plan, "estimated": True, "to_be_measured": told.to_be_measured}
     if (progress := run.progress()) is not None:
         yield "fine_tuning.plan.progress", {"object": "fine_tuning.plan.progress", **progress}
 

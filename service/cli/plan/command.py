@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,9 +16,11 @@ from windlass.amounts import number_text
 from windlass.engine.memory_plan import LEAST_CUT_NUMEL, UpdateOrder
 from windlass.engine.training_config import Optimizer
 from windlass.planner.hardware import Hardware, organization_of, unusual
-from windlass.planner.solver import DEFAULT_SLACK, GOALS_WITH_SLACK, Goal
+from windlass.planner.profiling import longest_of
+from windlass.planner.solver import DEFAULT_SLACK, Goal
 from windlass.service.cli import CommandError, OptionError
 from windlass.service.cli.arguments import gpus_option
+from windlass.service.cli.plan.checks import check_gpus_of, check_order_of_updates, check_search, settings_of
 from windlass.service.cli.plan.inputs import (
     MEASURED,
     config_of,
@@ -30,6 +31,7 @@ from windlass.service.cli.plan.inputs import (
 )
 from windlass.service.cli.plan.over_boxes import Boxes, asked_boxes, boxes_of, print_plans_over_boxes
 from windlass.service.cli.plan.printing import (
+    change_in_words,
     print_comparison,
     print_found,
     print_job_settings,
@@ -45,9 +47,7 @@ from windlass.service.validation import (
     MAX_EXAMPLES,
     MAX_PLANNED_BATCH_SIZE,
     MAX_SEQUENCE_LENGTH,
-    ApiError,
     WindlassSettings,
-    plain_reason,
 )
 from windlass.storage.ids import Precision, StatePrecision
 
@@ -212,13 +212,13 @@ def plan(
         if gpus > most:
             raise OptionError(f"--gpus: {gpus} GPUs for at most {most} micro-batches; each computes at least one")
         for kind in kinds:
-            _check_gpus(settings, gpus, other=None if kind.name == MEASURED else kind.hardware)
-    _check_search(find, machine, gpus=gpus, what_if=what_if, slack=slack)
+            check_gpus_of(settings, gpus, other=None if kind.name == MEASURED else kind.hardware)
+    check_search(find, machine, gpus=gpus, what_if=what_if, slack=slack)
     slack = DEFAULT_SLACK if slack is None else slack
-    _check_order_of_updates(gradient_updates, clip=clip)
+    check_order_of_updates(gradient_updates, clip=clip)
     if clip_norm is not None and not clip:
         raise OptionError(f"--clip-norm: gradients are not clipped to {clip_norm:g} with --no-clip; leave one out")
-    asked = _settings(
+    asked = settings_of(
         **({} if epochs is None else {"epochs": epochs}),
         num_microbatches=num_microbatches,
         precision=precision,
@@ -266,7 +266,7 @@ def plan(
         if trace is not None and planned.solution is not None:
             _trace(planned, trace)
         compared = _compare(question, planned) if compare else None
-    found = (_with_what_if(question, planned) if what_if else planned).report
+    found = (_with_what_if(question, planned) if what_if and as_json else planned).report
     is_here = kinds[0].name == MEASURED
     totals = _totals_of_job(settings, question, asked, found, num_examples=num_examples, is_here=is_here)
     job_settings = _job_settings(question, asked, found)
@@ -280,16 +280,17 @@ def plan(
         for warning in unusual(machine):
             print(f"! {warning}")
         if find is not None and number:
-            print_found(find, number, num_params)
+            longest = longest_of(question.config) if find is Goal.LONGEST_CONTEXT else None
+            print_found(find, number, num_params, longest=longest)
             print()
         print_report(found, **totals, num_ssds=question.hardware.ssds.count, is_cpu=not question.has_gpu)
         if job_settings is not None:
             print()
             submitted = model if is_id(settings, model) else "MODEL"
             print_job_settings(submitted, job_settings, is_open=num_microbatches is None)
-        if found.what_if is not None:
-            print()
-            print_what_if(found)
+        if what_if:
+            print(flush=True)
+            print_what_if(_with_what_if(question, planned).report)
         if compared is not None:
             print()
             print_comparison(found, compared)
@@ -319,55 +320,6 @@ def _plans_over_boxes(
         raise CommandError(f"--boxes: {error}") from None
     except (UnsupportedArchitectureError, DeviceNeedUnknownError, UnusableConfigError) as error:
         raise CommandError(f"--model: {' '.join(str(error).split())}") from None
-
-
-def _check_search(find: Goal | None, machine: Hardware, *, gpus: int | str, what_if: bool, slack: float | None) -> None:
-    """Raises OptionError for options that do not go with a search, or with a plan without one."""
-    if slack is not None and find not in GOALS_WITH_SLACK:
-        searches = " or ".join(f"--find {goal}" for goal in GOALS_WITH_SLACK)
-        raise OptionError(f"--slack: it goes with {searches}; add one of them, or leave it out")
-    if find is None:
-        return
-    if gpus == "auto":
-        raise OptionError("--gpus: a search (--find) is for a number of GPUs; name one")
-    if find is Goal.SMALLEST_GPU and not machine.gpus.count:
-        raise OptionError(f"--find: {find} needs a machine with a GPU, and this one has none")
-    if what_if:
-        raise OptionError("--what-if: a search (--find) changes the job or the machine itself; leave one of them out")
-
-
-def _check_order_of_updates(gradient_updates: str, *, clip: bool) -> None:
-    """Raises OptionError for an unknown order, or one that does not go with clipping."""
-    if gradient_updates not in ("auto", *UpdateOrder):
-        raise OptionError(f"--gradient-updates: {gradient_updates!r} is not one of auto, {', '.join(UpdateOrder)}")
-    if clip and gradient_updates != "auto" and not UpdateOrder(gradient_updates).keeps_grads:
-        raise OptionError(
-            f"--gradient-updates: with {gradient_updates} updates begin before the norm of all gradients is known; add "
-            "--no-clip, or choose kept"
-        )
-
-
-def _check_gpus(settings: Settings, gpus: int, *, other: Hardware | None) -> None:
-    from windlass.service.machine import check_gpus
-
-    try:
-        check_gpus(settings, gpus, other=other)
-    except ApiError as error:
-        raise OptionError(f"--gpus: {str(error).removeprefix('windlass.gpus is ')}") from None
-
-
-def _settings(**asked: Any) -> WindlassSettings:
-    """Checks settings in the same way as a request's object `windlass`.
-
-    Raises:
-        OptionError: an option is wrong; the text names it and says why.
-    """
-    try:
-        return WindlassSettings(**asked)
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        option = str(first["loc"][0]).replace("_", "-")
-        raise OptionError(f"--{option}: {plain_reason(first)}") from None
 
 
 def _question(
@@ -507,7 +459,7 @@ def _trace(planned: "Planned", path: Path) -> None:
 
 
 def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
-    """Plans the changes, with a bar on a terminal, which also tells what is measured for them."""
+    """Plans the changes, with a bar on a terminal, which also tells what is measured, and the largest gain so far."""
     from windlass.planner.answers import with_what_if
     from windlass.planner.planning import Watcher
 
@@ -518,8 +470,11 @@ def _with_what_if(question: "PlanQuestion", planned: "Planned") -> "Planned":
         def see_measurement(what: str, done: int, total: int) -> None:
             progress.update(task, description=f"measuring {what}", completed=done, total=total)
 
-        def tell(number: int, total: int) -> None:
-            progress.update(task, description=planning, completed=number, total=total)
+        def tell(so_far: "Planned", num_left: int) -> None:
+            changes = so_far.report.what_if or ()
+            best = f"; most so far: {change_in_words(changes[0])}" if changes else ""
+            num_planned = len(changes)
+            progress.update(task, description=planning + best, completed=num_planned, total=num_planned + num_left)
 
         return with_what_if(question, planned, Watcher(see_measurement=see_measurement), tell=tell)
 

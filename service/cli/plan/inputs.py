@@ -1,7 +1,7 @@
 """The model and the machine that the command `plan` is asked about."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.amounts import GB
 from windlass.planner.hardware import (
@@ -9,11 +9,12 @@ from windlass.planner.hardware import (
     ModelShape,
     UnknownMachineError,
     UnknownSizeError,
+    YamlFileError,
     load,
     machine_name,
     machine_of,
     published_model,
-    published_models,
+    published_shapes,
     similar_models,
 )
 from windlass.service.cli import CommandError, OptionError
@@ -21,6 +22,8 @@ from windlass.service.installation import HARDWARE_FILE, Settings
 from windlass.service.validation import ApiError, model_dir
 
 MEASURED = "measured"  # the name of this machine, as `windlass doctor` measured it
+_Kind = TypeVar("_Kind", Hardware, ModelShape)
+_PATHS = ("/", "./", "../", "~")  # beginnings of a path, which is no model's name
 _SHAPE_FILES = (".yaml", ".yml")  # names of files with a shape
 
 
@@ -39,14 +42,14 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
         path = settings.home / HARDWARE_FILE
         if not path.exists():
             raise CommandError(f"--hardware: nothing was measured yet; run `windlass doctor`, which writes {path}")
-        return load(Hardware, path)
+        return _read("--hardware", Hardware, path)
     known, unknown = _known_machine(name)
     if known == name:
         return machine_of(name)
     if Path(name).is_dir():
         raise CommandError(f"--hardware: {name} is a folder; name a YAML file in it")
     if Path(name).exists():
-        return load(Hardware, Path(name))
+        return _read("--hardware", Hardware, Path(name))
     boxes = _hardware_of_boxes(settings)
     if name in boxes:
         return boxes[name]
@@ -56,6 +59,14 @@ def hardware_of(settings: Settings, name: str) -> Hardware:
         raise OptionError(f"--hardware: {unknown}")
     joined = f", and {', '.join(boxes)} {'is a box' if len(boxes) == 1 else 'are boxes'} of it" if boxes else ""
     raise CommandError(f"--hardware: there is no file {name}, and {unknown}; '{MEASURED}' is this machine{joined}")
+
+
+def _read(option: str, kind: type[_Kind], path: Path) -> _Kind:
+    """Reads a file that an option names. Raises CommandError, whose lines begin with the option."""
+    try:
+        return load(kind, path)
+    except YamlFileError as error:
+        raise CommandError("\n".join(f"{option}: {line}" for line in str(error).splitlines())) from None
 
 
 def _known_machine(name: str) -> tuple[str | None, UnknownMachineError | None]:
@@ -102,6 +113,8 @@ def config_of(settings: Settings, model: str, sequence_length: int) -> Any:
     if folder is None:
         if (path := published_model(model)) is not None:
             return _config_of_shape_file(path, sequence_length)
+        if model.startswith(_PATHS):
+            raise CommandError(f"--model: there is no folder {model} with a config.json")
         raise CommandError(f"--model: {_unknown_model(settings, model)}")
     from windlass.planner.profiling import FolderConfig, UnusableConfigError
 
@@ -126,7 +139,7 @@ def shape_name(settings: Settings, model: str) -> str | None:
 def _config_of_shape_file(path: Path, sequence_length: int) -> Any:
     from windlass.planner.profiling import ShapeConfig
 
-    shape = load(ModelShape, path)
+    shape = _read("--model", ModelShape, path)
     if shape.max_tokens is not None and sequence_length > shape.max_tokens:
         raise OptionError(
             f"--seq-len: {sequence_length}: the model {path.stem} takes at most {shape.max_tokens} tokens"
@@ -149,9 +162,7 @@ def _folder_of_id(settings: Settings, model: str) -> Path | None:
 
 def _unknown_model(settings: Settings, model: str) -> str:
     near = similar_models(model)
-    known = (
-        f"did you mean {' or '.join(near)}? Else" if near else f"they are {', '.join(sorted(published_models()))}; else"
-    )
+    known = f"did you mean {' or '.join(near)}? Else" if near else f"they are {', '.join(published_shapes())}; else"
     required = [name for name, field in ModelShape.model_fields.items() if field.is_required()]
     return (
         f"there is no model {model}, neither in {settings.models_dir} nor among the published ones whose shapes are "

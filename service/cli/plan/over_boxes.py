@@ -1,6 +1,7 @@
 """The boxes that the command `plan` plans one job over, and the printing of these plans."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -128,7 +129,7 @@ def print_plans_over_boxes(
 
     `lacks`: if there are none, what each box lacks. `shape`: the name of a published shape that is planned.
     """
-    notes = [*_NOTES, *_network_note(kinds), *_boxes_note(kinds), *_formula_note(plans)]
+    notes = [*_NOTES, *_network_note(kinds), *_boxes_note(kinds), *_formula_note(plans), *_slower_note(plans)]
     if as_json:
         about = {"lacks": lacks, "notes": notes, "shape": shape, "warnings": warnings}
         print(json.dumps({"plans": [asdict(plan) for plan in plans], **about}, indent=2))
@@ -167,6 +168,21 @@ def _formula_note(plans: "Sequence[StagesReport]") -> Iterator[str]:
     by_formula = [boxes_in_words(plan) for plan in plans if not plan.is_simulated]
     if by_formula:
         yield f"steps are simulated, but for {'; '.join(by_formula)}: these are by a formula, and may be too short"
+
+
+def _slower_note(plans: "Sequence[StagesReport]") -> Iterator[str]:
+    """Names the plans that are slower than one with some of their boxes, by more than a percent."""
+    slower = []
+    for plan in plans:
+        names = Counter(box.hardware for box in plan.boxes)
+        for other in plans:
+            some = Counter(box.hardware for box in other.boxes)
+            # Simulated steps and those by the formula do not compare.
+            if some < names and 1.01 * other.step_s < plan.step_s and other.is_simulated == plan.is_simulated:
+                slower.append(f"{boxes_in_words(plan)} than {boxes_in_words(other)}")
+                break
+    if slower:
+        yield f"slower with more boxes: {'; '.join(slower)}: submit the job over fewer"
 
 
 def _row(plan: "StagesReport", one_s: float | None) -> tuple[str, ...]:

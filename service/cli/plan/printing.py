@@ -11,7 +11,7 @@ from windlass.service.validation import WindlassSettings
 
 if TYPE_CHECKING:
     from windlass.planner.planning import Comparison
-    from windlass.planner.question import PlanReport
+    from windlass.planner.question import PlanReport, WhatIf
     from windlass.planner.solver import Goal
 
 
@@ -44,6 +44,19 @@ def print_job_settings(model: str, job_settings: dict[str, Any], *, is_open: boo
         print("(a job that names no number of micro-batches gets the fastest one for the lengths of its examples)")
 
 
+def change_in_words(row: "WhatIf") -> str:
+    """Names a change of a job and what it gives, such as "one more GPU, +18%"."""
+    return f"{row.change}, {_gain_of(row)}"
+
+
+def _gain_of(row: "WhatIf") -> str:
+    if row.problem is not None:
+        return row.problem
+    if row.tokens_per_s is None:
+        return "does not fit"
+    return "it fits" if row.gain is None else f"{row.gain:+.0%}"
+
+
 def print_what_if(found: "PlanReport") -> None:
     rows: list[tuple[str, ...]] = [("what if", "step, s", "tokens a second", "gain")]
     if found.step_s is not None and found.tokens_per_s is not None:
@@ -51,13 +64,10 @@ def print_what_if(found: "PlanReport") -> None:
     else:
         rows.append(("as it is", "-", "-", "does not fit"))
     for row in found.what_if or ():
-        if row.problem is not None:
-            rows.append((row.change, "-", "-", row.problem))
-        elif row.step_s is None or row.tokens_per_s is None:
-            rows.append((row.change, "-", "-", "does not fit"))
+        if row.step_s is None or row.tokens_per_s is None:
+            rows.append((row.change, "-", "-", _gain_of(row)))
         else:
-            gain = "it fits" if row.gain is None else f"{row.gain:+.0%}"
-            rows.append((row.change, number_text(row.step_s), number_text(row.tokens_per_s, 4), gain))
+            rows.append((row.change, number_text(row.step_s), number_text(row.tokens_per_s, 4), _gain_of(row)))
     print_columns(rows)
     print("gain: of tokens a second")
 
@@ -96,10 +106,11 @@ def print_comparison(own: "PlanReport", compared: "Comparison") -> None:
         print(note)
 
 
-def print_found(goal: "Goal", number: int, num_params: int) -> None:
-    """Prints the number that a search has found."""
+def print_found(goal: "Goal", number: int, num_params: int, *, longest: int | None = None) -> None:
+    """Prints the number that a search has found. `longest`: the largest that the model takes, if that is known."""
     unit = goal.unit.removesuffix("s") if number == 1 else goal.unit
-    print(f"{goal}: {number} {unit} ({num_params / 1e9:.3g} billion parameters)")
+    told = ", as many as the model takes" if number == longest else ""
+    print(f"{goal}: {number} {unit}{told} ({num_params / 1e9:.3g} billion parameters)")
 
 
 def print_report(

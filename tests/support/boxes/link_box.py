@@ -8,6 +8,9 @@ from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
+
+from tests.support.storage.link_counts import count_links
 from windlass.storage.ids import Attempt, BlockIndex, BoxName, JobId, Step
 from windlass.storage.io_scheduler import IoResult
 from windlass.storage.link import (
@@ -37,6 +40,7 @@ def content_of(box: str, number: int) -> bytes:
 def main(name: str, peer: str, folder: str, address: str, peer_address: str, num_keys: str) -> None:
     """Runs one box."""
     files = Path(folder)
+    counts = count_links(pytest.MonkeyPatch())
     link = Link.start(
         Identity(job=JobId("job"), attempt=Attempt(1), epoch=0, box=BoxName(name), secret=bytes(32)),
         listen(address, PORT),
@@ -70,7 +74,7 @@ def main(name: str, peer: str, folder: str, address: str, peer_address: str, num
     except LinkError as error:
         print(f"wrong: {error}", flush=True)
         raise
-    print(f"done after {link.traffic()[BoxName(peer)].num_connections} connections", flush=True)
+    print(f"done after {counts.num_connections[BoxName(peer)]} connections", flush=True)
     link.close()
 
 

@@ -350,6 +350,14 @@ class SharingModel(PlainModel):
         return hidden + self.entry(hidden)
 
 
+class SharingBackwardsModel(SharingModel):
+    """Has the same, but registers the layers first, so that PyTorch names the matrix as that of the layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.entry = self._modules.pop("entry")
+
+
 class OwnLayersModel(PlainModel):
     """Has layers of another class."""
 

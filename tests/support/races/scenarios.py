@@ -30,6 +30,7 @@ from windlass.engine.memory_plan import buffer_counts
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.arena import layout as arena_layout
 from windlass.engine.memory_plan.plan import Placement
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import Precision
 
 Scenario = Callable[[Path, Recording], None]
@@ -55,6 +56,16 @@ MODES: dict[str, dict[str, Any]] = {
         "num_microbatches": 4,
         "lanes": 2,
         "placement": Placement(streamed_blocks=(1, 2, 3), streams_grads=True),
+    },
+    "slices in pieces": {
+        "precision": Precision.BF16,
+        "accumulation_precision": Precision.BF16,
+        "num_microbatches": 3,
+        "clip_norm": 0.5,
+        "cut_matrices": 1800,
+        "placement": Placement(
+            streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=True, group_size=2, num_cached_params=2
+        ),
     },
     "ranks in rounds": {
         "clip_norm": 0.5,
@@ -121,6 +132,13 @@ def run_early_gradients(directory: Path, recording: Recording) -> None:
         run_job("active", directory, recording, num_steps=2)
 
 
+def run_sliced_job(directory: Path, recording: Recording) -> None:
+    """Trains a tiny model whose head has slices. Their sums go out and come back in fp32, and leave in 16 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 16)
+        run_job("slices in pieces", directory, recording)
+
+
 def run_failing_job(directory: Path, _: Recording) -> None:
     """Fails a job between two steps. The worker stops while a thread is between a copy and its callback."""
     is_failing, is_late = threading.Event(), threading.Event()
@@ -150,6 +168,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"job: {mode}": functools.partial(run_job, mode) for mode in MODES},
     **{f"offload: {mode}": functools.partial(run_offloaded, mode) for mode in OFFLOADED},
     "job: early gradients": run_early_gradients,
+    "job: slices in pieces": run_sliced_job,
     "job: failing": run_failing_job,
     **{f"part: {name}": part for name, part in PARTS.items()},
 }

@@ -208,11 +208,11 @@ def test_prediction_is_on_disk_before_its_plan_runs(tmp_path: Path) -> None:
 def test_longest_plan_counts() -> None:
     times = [
         PlanTime(title="6B", wall_s=2.0, cpu_s=1.5, fits=True),
-        PlanTime(title="13B", wall_s=3.0, cpu_s=0.0, fits=True, first_s=0.25),
+        PlanTime(title="13B", wall_s=3.0, cpu_s=0.0, fits=True, first_s=0.25, advised_s=3.5),
     ]
     report = Tables()
     assert add_plan_times(report, "plans", times) == 3.0
-    assert report.rows == [("6B", "", "2.00", "1.50", "yes"), ("13B", "0.25", "3.00", "", "yes")]
+    assert report.rows == [("6B", "", "2.00", "", "1.50", "yes"), ("13B", "0.25", "3.00", "3.50", "", "yes")]
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-// Requests for plans of jobs that do not exist. An answer may be a stream: first an estimate, then the plan.
+// Requests for plans of jobs that do not exist. An answer may be a stream: first an estimate, then the plan
+// without its advice, then all of it.
 
 import { Refusal, request, responseOf } from "./api.js";
 
@@ -20,16 +21,17 @@ export async function getMachine(name) {
 }
 
 /**
- * Asks for a plan and returns it. `onEstimate` is called with an estimate, if one comes before, and `onProgress` with
- * `message`, `done` and `total` while this machine's times for the model are measured.
+ * Asks for a plan and returns it. `onEstimate` is called with an estimate, if one comes before, `onPlan` with the plan
+ * while its advice lacks, `onProgress` with `message`, `done` and `total` while this machine's times for the model are
+ * measured, and `onChanges` with the plan that has the rows of `what_if` so far and `num_changes_left`.
  *
  * The service makes one plan of a user at a time, so this waits for one that was asked for earlier. Throws Refusal for an
  * error of the service, AbortError once `signal` is aborted, TypeError if no service answers.
  */
-export async function askForPlan(question, { signal, onEstimate, onProgress }) {
+export async function askForPlan(question, told) {
   for (;;) {
     try {
-      return await ask(question, { signal, onEstimate, onProgress });
+      return await ask(question, told);
     } catch (error) {
       if (error.code !== "plan_in_progress") throw error;
     }
@@ -46,12 +48,14 @@ const post = (question, signal) =>
     signal,
   });
 
-async function ask(question, { signal, onEstimate, onProgress }) {
+async function ask(question, { signal, onEstimate, onPlan, onProgress, onChanges }) {
   const response = await post({ ...question, stream: true }, signal);
   if (!response.headers.get("content-type")?.startsWith("text/event-stream")) return response.json();
   for await (const { event, data } of eventsOf(response.body)) {
     if (event === "fine_tuning.plan.estimate") onEstimate(data);
+    else if (event === "fine_tuning.plan.without_advice") onPlan(data);
     else if (event === "fine_tuning.plan.progress") onProgress(data);
+    else if (event === "fine_tuning.plan.changes") onChanges(data);
     else if (event === "fine_tuning.plan") return data;
     else if (event === "error") throw Refusal.of(response.status, data);
   }

@@ -116,13 +116,18 @@ export class PlanPage {
       // An estimate of what is already shown exactly would be a step back.
       const isKnown = this.#last !== null && this.#form.changesFrom(this.#last.values).length === 0;
       const onEstimate = (plan) => !signal.aborted && !isKnown && this.#showPlan(plan, true);
+      const show = (plan) => {
+        this.#keep(plan, values);
+        this.#showPlan(plan, false);
+        this.#showCommands(plan, body, machineName, hardware);
+      };
+      const onPlan = (plan) => !signal.aborted && !isKnown && show(plan);
       const onProgress = (progress) => !signal.aborted && this.#showMeasuring(progressInWords(progress), false);
+      const onChanges = (plan) => !signal.aborted && this.#showPlan(plan, false);
       const asked = { ...body, measure, ...(whatIf && { what_if: true }) };
-      const plan = await askForPlan(asked, { signal, onEstimate, onProgress });
+      const plan = await askForPlan(asked, { signal, onEstimate, onPlan, onProgress, onChanges });
       if (signal.aborted) return;
-      this.#keep(plan, values);
-      this.#showPlan(plan, false);
-      this.#showCommands(plan, body, machineName, hardware);
+      show(plan);
     } catch (error) {
       if (signal.aborted) return;
       this.#showProblem(error);
@@ -327,9 +332,10 @@ function renderMemory({ peak_gib: peak, peak_limit_gib: rooms, hardware, least_g
   setText(byId("try-least-why"), why ?? "");
 }
 
-function renderWhatIf({ what_if: changes, measuring_s: unmeasuredSeconds = null }) {
-  byId("try-what-if-table").hidden = !changes;
-  setText(byId("try-what-if-note"), changes ? GAIN_NOTE + (unmeasuredSeconds === null ? "" : BY_RATES_NOTE) : WHAT_IF_NOTE);
+function renderWhatIf({ what_if: changes, measuring_s: unmeasuredSeconds = null, num_changes_left: left = 0 }) {
+  byId("try-what-if-table").hidden = !changes?.length;
+  const note = changes ? GAIN_NOTE + (unmeasuredSeconds === null ? "" : BY_RATES_NOTE) : WHAT_IF_NOTE;
+  setText(byId("try-what-if-note"), left ? `Planning ${left} more ${left === 1 ? "change" : "changes"}…` : note);
   fill(byId("try-what-if-rows"), changes ?? [], ({ change, feasible, step_s: step, tokens_per_s: rate, gain, problem }) => {
     const row = make("tr");
     const head = make("th", change);

@@ -12,11 +12,10 @@ from windlass.planner.hardware import (
     ModelShape,
     UnknownMachineError,
     desktop_sizes,
-    load,
     machine_name,
     machine_names,
     machine_of,
-    published_models,
+    published_shapes,
 )
 from windlass.planner.profiling import num_params_of
 from windlass.service.api import ContextDep, ListOf
@@ -67,13 +66,13 @@ def retrieve_machine(context: ContextDep, machine: str) -> MachineObject:
 
 @machines_router.get("/shapes")
 def list_shapes() -> ListOf[ShapeObject]:
-    """Lists the published models that can be planned without their files, by name."""
+    """Lists the published models that can be planned without their files, each version's by their size."""
     return ListOf(data=list(_shapes()))
 
 
 @cache
 def _shapes() -> tuple[ShapeObject, ...]:
-    return tuple(_shape(name, load(ModelShape, path)) for name, path in sorted(published_models().items()))
+    return tuple(_shape(name, shape) for name, shape in published_shapes().items())
 
 
 def _shape(name: str, shape: ModelShape) -> ShapeObject:

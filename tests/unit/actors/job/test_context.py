@@ -151,6 +151,28 @@ def test_ends_do_not_come_in_pieces_where_a_layer_uses_the_params_of_the_embeddi
         make_context(spec, sharing(1, 0), "/arena")
 
 
+@pytest.mark.parametrize(("vocab_size", "is_sliced"), [(1000, False), (2**20, True)])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_head_in_slices_has_slots_for_its_sum_where_its_gradient_is_rounded(
+    vocab_size: int, is_sliced: bool, is_known: bool
+) -> None:
+    """1025 tokens are two slices where the vocabulary is large. Layouts of earlier releases do not tell it."""
+    placement = Placement(streamed_blocks=(2,), streams_grads=True, streams_ends=True)
+    training = {"num_microbatches": 1, "batch_size": 1, "sequence_length": 1025, "precision": Precision.BF16}
+    layout = replace(
+        make_layout(3000, 5000, 5000, vocab_size, chunk_numel=2**20), vocab_size=vocab_size if is_known else 0
+    )
+    plan = make_context(make_spec(placement=placement, training=training), layout, "/arena").plan
+    assert plan.fp32_in_pieces == ((3,) if is_sliced else ())
+    assert plan.running_sums.num_slots == (1 if is_sliced else 0)
+
+
+def test_a_head_without_tensors_may_have_slices() -> None:
+    placement = Placement(streamed_blocks=(2,), streams_grads=True, streams_ends=True)
+    spec = make_spec(placement=placement, training={"num_microbatches": 1, "precision": Precision.BF16})
+    assert make_context(spec, make_layout(3000, 5000, 5000, 0), "/arena").plan.fp32_in_pieces == (3,)
+
+
 def test_blocks_of_other_boxes_cannot_rest_in_memory() -> None:
     with pytest.raises(PlanError, match=r"host_blocks \(0,\) .* blocks of 1 to 2"):
         context_of_box(1, placement=Placement(host_blocks=(0,)))

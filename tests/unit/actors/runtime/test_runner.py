@@ -17,6 +17,7 @@ from tests.support.actors.specs import make_layout, make_spec
 from windlass.actors.job.context import make_context, optimizer_name
 from windlass.actors.job.journal import Journal, read_journal
 from windlass.actors.lifecycle.attempt_lock import begin_attempt, close_attempt, has_begun, last_sign_of_life
+from windlass.actors.lifecycle.report_timer import StartReport
 from windlass.actors.messages import KernelChosen, Message, UserMessage
 from windlass.actors.runtime import ray_box, start_up
 from windlass.actors.runtime import ray_runner as deploy
@@ -306,6 +307,20 @@ def test_stop_at_the_start_is_left_to_the_scheduler_if_the_model_is_complete(run
         runner._check_stop()
     (tmp_path / "out").mkdir()
     runner._check_stop()
+
+
+def test_long_waits_of_a_starting_attempt_are_told(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_s = iter((0.0, 0.0, 2.0, 6.0, 8.0))
+    monkeypatch.setattr(runner, "_waits", StartReport(runner._tell_wait, clock=lambda: next(times_s)))
+    for _ in range(4):
+        runner._during_wait("Allocating 40 GiB of host memory")
+    runner.pause()
+    with pytest.raises(deploy._StoppedAtStartError):
+        runner._during_wait("Allocating 40 GiB of host memory")
+    (message,) = read_journal(tmp_path / "journal.jsonl")
+    assert (message.kind, message.message) == ("message", "Allocating 40 GiB of host memory")
 
 
 def test_attempt_that_ended_keeps_its_outcome_and_closes_the_rest_if_a_clean_up_fails(

@@ -1,5 +1,6 @@
 """The memory of an attempt is near the GPU that computes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def made_on(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Ends a start where it would make the arena. Returns the list to which the arena's node is added."""
     nodes: list[int | None] = []
 
-    def create(path: str, nbytes: int, *, node: int | None, check_stop: None) -> Any:
+    def create(path: str, nbytes: int, *, node: int | None, check_stop: Callable[[], None]) -> Any:
         nodes.append(node)
         raise ArenaMade
 

@@ -99,12 +99,12 @@ def test_16_bit_sums_take_less_memory_than_fp32_sums(shared: tuple[tuple[int, ..
 
 @pytest.mark.parametrize(
     ("in_fp32", "itemsize", "nbytes"),
-    [((), 2, 0), ((5,), 2, 2 * 60), ((0, 5), 2, 2 * 60), ((0,), 2, 2 * 50), ((0, 5), 4, 0), ((6,), 2, 2**24)],
+    [((), 2, 0), ((5,), 2, 2 * 60), ((0, 5), 2, 2 * 60), ((0,), 2, 2 * 50), ((0, 5), 4, 0), ((6,), 2, 2**13)],
 )
-def test_rounding_in_place_takes_a_part_of_the_largest_fp32_sum(
+def test_rounding_in_place_takes_the_start_of_the_largest_fp32_sum(
     in_fp32: tuple[int, ...], itemsize: int, nbytes: int
 ) -> None:
-    """A part has up to 16 MiB. The last block has twice as many elements."""
+    """The start has up to 8 KiB. The last block has more elements."""
     assert rounding_nbytes((*NUMELS, 2**24), in_fp32, itemsize=itemsize) == nbytes
 
 
@@ -137,6 +137,16 @@ def test_sums_in_the_memory_of_pieces_have_no_lane_beside_them() -> None:
     nbytes = streamed_grads_nbytes(NUMELS, pieces, (0, 5), chunk_numel=3, **sizes)
     in_one_memory = overlay_nbytes([numel * size for numel, size in buffers] for buffers in users.values())
     assert nbytes == in_one_memory + 4 * 9  # three chunks, for their norms
+
+
+def test_a_head_whose_slices_are_summed_in_fp32_has_buffers_of_its_own_in_the_memory_of_pieces() -> None:
+    pieces = {1: (0, 6, 9), 5: (0, 8, 55)}
+    sizes: dict[str, Any] = {"itemsize": 2, "summed_in_fp32": {5}, "is_summed": False}
+    users = grad_overlay_of_job(NUMELS, pieces, (), fp32_in_pieces=(5,), **sizes)
+    assert users == {
+        None: [(47 + 1024, 2)] * 2 + [(5 + 1024, 2)] * 2,  # also for the head in steps of one slice
+        5: [(47 + 1024, 4)] * 3 + [(5 + 1024, 4)] * 2,
+    }
 
 
 def test_the_sums_of_the_next_group_come_while_two_others_are_there() -> None:

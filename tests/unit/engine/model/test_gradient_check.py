@@ -130,6 +130,11 @@ def test_other_operators_the_second_time_are_refused_where_they_are_wrong() -> N
         check_architecture(config, [BlockActivations(kept=frozenset({"aten.mm.default"}))])
 
 
+@pytest.mark.parametrize("body", [odd_models.SharingModel, odd_models.SharingBackwardsModel], ids=lambda b: b.__name__)
+def test_a_matrix_of_two_blocks_passes_in_any_order_of_registration(body: Any) -> None:
+    check_architecture(odd_config(body))
+
+
 def test_refusal_by_trace_keeps_its_reason() -> None:
     with pytest.raises(UnsupportedArchitectureError, match="has code between layer 0 and layer 1"):
         check_architecture(odd_config(odd_models.CodeBetweenLayersModel))

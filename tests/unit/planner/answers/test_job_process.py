@@ -130,6 +130,8 @@ def test_times_that_another_process_measures_are_told_as_lacking_after_an_estima
     told = JobPlan.from_json(json.loads(estimate.read_text()))
     assert told is not None
     assert (told.to_be_measured, told.report.times_from) == (False, "blocks")
+    assert told.lacks_advice  # the estimate was there before, and the plan itself is told in its place
+    assert told.report.step_s == found["plan"]["step_s"]
     assert plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, may_measure=False) == found
     assert measure(tmp_path, monkeypatch) == {"ok": True, "measured": 0, "alone": True}
     assert len(measured) == 2
@@ -200,6 +202,12 @@ def test_times_of_changes_are_measured_with_those_of_the_job(tmp_path: Path, mon
     found = plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True)
     keys = {"ssds", "ram", "batch", "clip", "split_states", "bf16_states", "box"}
     assert {row["key"] for row in found["plan"]["what_if"]} == keys
+    assert not (tmp_path / "result.estimate").exists(), "the request did not ask for it"
+    plan(tmp_path, config_of("Qwen2"), monkeypatch, **asked, measures_apart=True, tells_estimate=True)
+    told = JobPlan.from_json(json.loads((tmp_path / "result.estimate").read_text()))
+    assert told is not None
+    assert told.num_changes_left == 1
+    assert {row.key for row in told.report.what_if or ()} == keys - {"box"}
     assert [(model.num_examples, model.num_tokens) for model in measured] == [(2, 16), (1, 16), (4, 16), (2, 16)]
 
 

@@ -204,9 +204,15 @@ def test_each_planned_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(what_if, "_answer", lambda change, profiles, now: what_if._row(change.key, "", 1.0, 1.0, now))
     monkeypatch.setattr(what_if, "_with_second_box", lambda *_: what_if._row("box", "", None, None, None))
     told: list[tuple[int, int]] = []
+
+    def tell(so_far: Planned, num_left: int) -> None:
+        rates = [row.tokens_per_s for row in so_far.report.what_if or ()]
+        assert rates == [1.0] * len(rates)
+        told.append((len(rates), num_left))
+
     planned = Planned(report=PlanReport(feasible=False, reasons=()))
-    with_what_if(question(small_desktop()), planned, tell=lambda number, total: told.append((number, total)))
-    assert told == [(number, 9) for number in range(9)]
+    with_what_if(question(small_desktop()), planned, tell=tell)
+    assert told == [(number, 9 - number) for number in range(9)]
 
 
 def on_cpu(**changes: Any) -> PlanQuestion:
@@ -224,7 +230,7 @@ def test_times_that_changes_lack_are_measured_before_they_are_planned_and_told(m
     told: list[object] = []
     watcher = Watcher(see_measurement=lambda what, done, total: told.append((what, done, total)))
     planned = Planned(report=PlanReport(feasible=True, reasons=(), step_s=1.0, tokens_per_s=10.0))
-    with_what_if(on_cpu(), planned, watcher, tell=lambda number, _total: told.append(number))
+    with_what_if(on_cpu(), planned, watcher, tell=lambda so_far, _: told.append(len(so_far.report.what_if or ())))
     what = "the model's blocks with 4 examples of 256 tokens"
     assert told == [(what, 0, 2), (what, 1, 2), *range(7)], "a batch twice as large has sums of gradients"
     assert len(measured) == 2

@@ -24,7 +24,7 @@ from windlass.planner.feasibility.shortfall import (
     shortfall_of,
     size_in_words,
 )
-from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.hardware import ModelShape, load, machine_of, published_models
 from windlass.planner.planning.simulated_search import best_plan
 from windlass.planner.profiling.model_config import ShapeConfig
 from windlass.planner.profiling.model_profiler import config_of_shape
@@ -52,6 +52,18 @@ def test_answer_with_too_small_a_device_budget_says_what_takes_it_and_what_to_se
     assert answer(replace(asked, device_memory_nbytes=int(gib * GIB))).feasible
     assert report.missing_bytes is not None
     assert report.missing_bytes["gpu"] > 0 == report.missing_bytes["host"]
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(2, "GPU"), (0, "device")])
+def test_fewer_gpus_are_proposed_in_words_for_the_machine(
+    num_gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = question(machine(), num_ranks=3)
+    asked = replace(asked, hardware=with_part(asked.hardware, gpus=with_part(MACHINE.gpus, count=num_gpus)))
+    for most in (1, 2):
+        monkeypatch.setattr(remedies, "fits", lambda asked, _, most=most: asked.num_ranks <= most)
+        told = remedies._fewer_gpus(asked, Profiles(asked))
+        assert told == f"{most} {device}{'s' if most > 1 else ''} (gpus), with the same results"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +287,29 @@ def test_least_gpu_memory_is_enough_and_2_percent_less_is_not() -> None:
     assert least.reason.endswith("; the GPU's driver takes 1.50 GiB more")
 
 
+@pytest.mark.parametrize("num_tokens", [70_700, 76_000])
+def test_least_gpu_memory_of_long_contexts_is_enough_and_2_percent_less_is_not(num_tokens: int) -> None:
+    """Groups of many micro-batches, and activations that go to the SSDs, need more beside what the programs count."""
+    shape = load(ModelShape, published_models()["qwen2.5-14b"])
+    training = TrainingConfig(batch_size=16, sequence_length=num_tokens, total_steps=1)
+    asked = PlanQuestion(
+        config=ShapeConfig(shape=shape, num_tokens=num_tokens),
+        hardware=machine_of("rtx4090:ram=128,ssds=4"),
+        training=training,
+        chooses_cut=True,
+        chooses_microbatches=True,
+    )
+    profiles = Profiles(asked)
+    search = least_memory_of(asked, profiles)
+    shortfall, least = shortfall_of(asked, search), least_gpu(asked, search)
+    assert least is not None
+    needed = shortfall.needed(MemoryTier.DEVICE)
+    assert least.nbytes == needed + DRIVER_NBYTES
+    (memory,) = (memory for memory in MEMORIES if memory.tier is MemoryTier.DEVICE)
+    assert planner_fits(with_limit(asked, memory, needed), profiles)
+    assert not planner_fits(with_limit(asked, memory, int(0.98 * needed)), profiles)
+
+
 def test_least_gpu_memory_of_cut_matrices_is_enough_and_2_percent_less_is_not() -> None:
     shape = ModelShape(num_layers=2, hidden_size=8192, num_heads=64, vocab_size=5000, intermediate_size=28672)
     asked = question(
@@ -328,6 +363,27 @@ def test_several_gpus_need_hardly_more_memory_than_one(num_lanes: int) -> None:
         least.append(need.nbytes.device)
     one, two, four = least
     assert max(two, four) <= 1.02 * one
+
+
+def test_one_example_in_slices_of_the_head_needs_no_more_gpu_memory_than_two() -> None:
+    """The sum over slices is in fp32, and the gradient of one micro-batch has 16 bits."""
+    shape = ModelShape(num_layers=2, hidden_size=8192, num_heads=64, intermediate_size=28672, vocab_size=128_000)
+    least, without_limit = [], Bytes(device=math.inf, host=math.inf, ssd=math.inf)
+    for number in (1, 2):
+        asked = question(
+            machine(gpus=1, host=64),
+            config=ShapeConfig(shape=shape, num_tokens=3000),
+            batch_size=number,
+            num_microbatches=number,
+            sequence_length=3000,
+            precision=Precision.BF16,
+        )
+        asked = replace(asked, chooses_cut=True)
+        need = least_memory_of(asked, Profiles(asked)).least(MemoryTier.DEVICE, without_limit)
+        assert need is not None
+        assert need.placement.streams_ends
+        least.append(need.nbytes.device)
+    assert least[0] <= least[1]
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from windlass.planner.hardware.model_shape import (
     organization_of,
     published_model,
     published_models,
+    published_shapes,
     similar_models,
 )
 from windlass.planner.hardware.yaml_files import load
@@ -75,6 +76,19 @@ def count(shape: ModelShape) -> Count:
 
 def test_each_model_that_ships_has_a_published_number() -> None:
     assert set(published_models()) == PUBLISHED.keys() | OF_PAPER.keys()
+
+
+def test_list_of_models_has_each_version_by_size() -> None:
+    names = list(published_shapes())
+    assert set(names) == set(published_models())
+    assert names[:7] == ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-2-7b", "llama-2-13b", "llama-2-70b"]
+    assert names[names.index("qwen2.5-72b") + 1] == "qwen3-0.6b"
+    assert [name for name in names if name.startswith("mistral")] == [
+        "mistral-7b",
+        "mistral-small-24b",
+        "mistral-large-123b",
+    ]
+    assert names[-8:] == [f"ratel-{billions}b" for billions in (6, 13, 30, 70, 135, 175, 276, 412)]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

@@ -101,18 +101,21 @@ def test_one_gpu_is_chosen_where_it_is_faster_with_its_own_number_of_microbatche
         number = asked.num_ranks if asked.chooses_microbatches else asked.training.num_microbatches
         return SimpleNamespace(num_microbatches=number, cut=None), None, step_s[asked.num_ranks][number - 1]
 
-    def planned(asked: PlanQuestion, job: Any, *_: object, step_s: float, advises: bool) -> Planned:
+    def planned(asked: PlanQuestion, job: Any, *_: object, step_s: float) -> Planned:
         choices = {"gpus": asked.num_ranks, "num_microbatches": job.num_microbatches}
         return Planned(report=PlanReport(feasible=True, reasons=("",), tokens_per_s=1 / step_s, choices=choices))
 
     monkeypatch.setattr(gpu_choice, "fastest_plan", timed)
     monkeypatch.setattr(gpu_choice, "planned", planned)
+    monkeypatch.setattr(gpu_choice, "advised", lambda _asked, planned, _profiles: planned)
     asked = replace(question(num_ranks=2), chooses_microbatches=True)
     found = choose_gpus(asked)
     choices = found.planned.report.choices
     assert choices is not None
     assert (choices["gpus"], choices["num_microbatches"], found.planned.report.reasons[1]) == (chosen, chosen, told)
     assert plan_without_advice(asked, Profiles(asked)).report.choices == choices
+    on_cpu = replace(asked, hardware=with_part(asked.hardware, gpus=with_part(asked.hardware.gpus, count=0)))
+    assert choose_gpus(on_cpu).planned.report.reasons[1] == told.replace("GPU", "device")
 
 
 def test_chosen_gpus_have_the_fastest_plan_and_the_others_are_kept() -> None:

@@ -15,7 +15,7 @@ from windlass.planner.hardware.model_shape import ModelShape
 from windlass.planner.hardware.named_machines import machine_of, with_more_ssds
 from windlass.planner.planning import limits
 from windlass.planner.planning.limits import find
-from windlass.planner.planning.simulated_search import fastest_plan
+from windlass.planner.planning.simulated_search import NOBODY, Watcher, fastest_plan
 from windlass.planner.profiling.model_profiler import config_of_shape
 from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
@@ -106,7 +106,7 @@ def test_more_layers_are_more_params() -> None:
 def test_fewest_ssds_are_found_where_steps_do_not_become_shorter_with_each(
     steps: dict[int, float], slack: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(asked: PlanQuestion, _: Profiles) -> Any:
+    def step(asked: PlanQuestion, _: Profiles, _watcher: Watcher = NOBODY) -> Any:
         step_s = steps[asked.hardware.ssds.count]
         if step_s == math.inf:
             raise DoesNotFitError(dict)
@@ -117,14 +117,14 @@ def test_fewest_ssds_are_found_where_steps_do_not_become_shorter_with_each(
     monkeypatch.setattr(limits, "best_plan", lambda asked, profiles: step(asked, profiles)[:2])
     hardware = machine_of("rtx4090:ssds=4")
     asked = question(hardware)
-    found, then = limits._fewest(
-        asked,
-        Profiles(asked),
-        lambda number: with_more_ssds(hardware, number - 4),
-        4,
-        slack,
-        first=limits._first_of_each,
+    ssds = limits._Part(
+        question=asked,
+        profiles=Profiles(asked),
+        with_number=lambda number: with_more_ssds(hardware, number - 4),
+        most=4,
+        slack=slack,
     )
+    found, then, _ = ssds.fewest(limits._first_of_each)
     assert found == expected
     assert then.hardware == (machine_of(f"rtx4090:ssds={expected}") if expected else hardware)
 
@@ -145,6 +145,29 @@ def test_search_in_many_numbers_ends_at_one_that_is_enough_after_one_that_is_not
     assert found - 1 not in enough or found == least
     assert not tried or max(tried) < most
     assert len(tried) <= 2 * num_more.bit_length()
+
+
+def test_search_for_a_part_ends_plans_that_are_fast_enough_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended = list[int](), list[int]()
+
+    def plan(asked: PlanQuestion, _: Profiles, watcher: Watcher = NOBODY) -> Any:
+        number = int(asked.hardware.host.memory_gib)
+        began.append(number)
+        step_s = 1.0 if number >= 43 else 2.0
+        watcher.see_step(step_s)
+        ended.append(number)
+        return None, SimpleNamespace(step_s=1.0), step_s
+
+    monkeypatch.setattr(limits, "fastest_plan", plan)
+    monkeypatch.setattr(limits, "best_plan", lambda *_: (None, SimpleNamespace(step_s=1.0)))
+    asked = question(machine())
+    ram = limits._Part(
+        question=asked, profiles=Profiles(asked), with_number=lambda gib: machine(host=gib), most=60, slack=0.02
+    )
+    assert ram.fewest(limits._first_of_many)[0] == 43
+    assert ended[0] == 60  # the time to compare with
+    assert 43 in began
+    assert all(number < 43 for number in ended[1:])
 
 
 @pytest.mark.long

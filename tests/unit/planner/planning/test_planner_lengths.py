@@ -62,7 +62,7 @@ def solved(asked: PlanQuestion) -> tuple[float, int]:
 def reported(asked: PlanQuestion, profiles: Profiles) -> PlanReport:
     """The report of the best plan by the cost model, without simulation."""
     job, solution = best_plan(asked, profiles)
-    return planned(asked, job, solution, profiles, advises=False).report
+    return planned(asked, job, solution, profiles).report
 
 
 @pytest.mark.long

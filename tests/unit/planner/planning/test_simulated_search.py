@@ -207,27 +207,55 @@ def test_the_other_place_of_kept_gradients_is_tried_whatever_order_the_smallest_
     assert wanted == [[(UpdateOrder.KEPT, not spills)], [(UpdateOrder.ACTIVE, False), (UpdateOrder.ACTIVE, True)]]
 
 
+def simulations_of(asked: PlanQuestion, solutions: list[Any]) -> Any:
+    """Returns simulations of these plans, whose steps do not matter."""
+    known = [simulated_search._Simulated(solution=solution, step_s=1.0) for solution in solutions]
+    profiles: Any = None
+    return simulated_search._Simulations(
+        question=asked, profiles=profiles, watcher=simulated_search.NOBODY, simulated=known
+    )
+
+
+def plan_of_kind(group_size: int, num_microbatches: int, step_s: float = 1.0, num_passing_blocks: int = 8) -> Any:
+    job = SimpleNamespace(num_microbatches=num_microbatches, update_order=UpdateOrder.ACTIVE, cut=None)
+    costs = SimpleNamespace(job=job, group_size=group_size, spills=False, saver_of_device_memory=())
+    return SimpleNamespace(step_s=step_s, costs=costs, placement=SimpleNamespace(num_passing_blocks=num_passing_blocks))
+
+
 @pytest.mark.parametrize(
-    ("step_s", "near", "numbers"),
+    ("step_s", "simulated", "numbers"),
     [
         (1.003, (4,), set()),
         (1.01, (4,), {1}),
-        (1.01, (1, 2, 4), {1}),
-        (1.01, (1, 1, 4), set()),
-        (1.05, (1, 1, 4), {1, 4}),
+        (1.01, (1, 2, 4), set()),
+        (1.05, (1, 2, 4), {1, 4}),
+        (1.05, (1, 1, 4), {4}),
     ],
 )
 def test_numbers_of_microbatches_of_which_plans_may_be_faster_are_planned_as_if_fixed(
-    step_s: float, near: tuple[int, ...], numbers: set[int]
+    step_s: float, simulated: tuple[int, ...], numbers: set[int]
 ) -> None:
-    plans: list[Any] = [
-        SimpleNamespace(step_s=1.0, costs=SimpleNamespace(job=SimpleNamespace(num_microbatches=number)))
-        for number in near
-    ]
-    found: Any = SimpleNamespace(best=plans[0], others=plans[1:])
-    assert simulated_search._numbers_to_look_at(question(batch_size=8), found, plans[-1], step_s) == numbers
-    fixed = question(batch_size=8, num_microbatches=1)
+    """`simulated`: the numbers of micro-batches of different kinds of plans. The last one is the fastest."""
+    plans = [plan_of_kind(group_size, number) for group_size, number in enumerate(simulated, start=1)]
+    found: Any = SimpleNamespace(best=plans[0])
+    open_ = simulations_of(question(batch_size=8), plans)
+    assert simulated_search._numbers_to_look_at(open_, found, plans[-1], step_s) == numbers
+    fixed = simulations_of(question(batch_size=8, num_microbatches=1), plans)
     assert simulated_search._numbers_to_look_at(fixed, found, plans[-1], step_s) == set()
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_similar"),
+    [
+        (plan_of_kind(1, 4, step_s=1.0009), True),
+        (plan_of_kind(1, 4, step_s=1.0011), False),
+        (plan_of_kind(2, 4), False),
+        (plan_of_kind(1, 2), False),
+        (plan_of_kind(1, 4, num_passing_blocks=16), False),
+    ],
+)
+def test_plans_of_a_kind_with_nearly_the_same_bound_are_similar(plan: Any, *, is_similar: bool) -> None:
+    assert simulations_of(question(), [plan_of_kind(1, 4)]).has_similar(plan) is is_similar
 
 
 def test_job_that_fits_with_many_micro_batches_only_is_planned_with_these() -> None:
@@ -256,23 +284,26 @@ def test_chosen_number_of_microbatches_is_hardly_slower_than_a_fixed_one(model: 
     assert chosen_s <= 1.005 * fixed_s
 
 
-@pytest.mark.parametrize("kept_share", [2.0, 1.01])
-def test_plans_of_which_none_is_faster_are_not_simulated(kept_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that take equally long show what bounds all of them."""
+def test_waits_of_an_order_that_is_far_slower_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(machine(host=8), batch_size=8, clip_norm=None, chooses_order=True)
-    orders = []
 
-    def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
-        order = solution.costs.job.update_order
-        orders.append(order)
-        return 1e3 * (kept_share if order is UpdateOrder.KEPT else 1.0)
+    def orders_with(kept_share: float) -> list[UpdateOrder]:
+        """Returns the orders of the simulated plans, if those that keep gradients take so many times as long."""
+        orders = []
 
-    monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
-    simulated_search.fastest_plan(asked, Profiles(asked))
-    # One is that of a machine with slower SSDs. Then one has more slots for states, and in another one more gradients
-    # may wait for their update. Two use the links less. The last has the fewest micro-batches, as if these were fixed.
-    assert orders.count(UpdateOrder.ACTIVE) == 8
-    assert orders.count(UpdateOrder.KEPT) == (3 if kept_share > 1.1 else 6)
+        def promised_step_s(_: PlanQuestion, __: Profiles, solution: Solution, **___: float) -> float:
+            order = solution.costs.job.update_order
+            orders.append(order)
+            return 1e3 * (kept_share if order is UpdateOrder.KEPT else 1.0)
+
+        monkeypatch.setattr(simulated_search, "promised_step_s", promised_step_s)
+        simulated_search.fastest_plan(asked, Profiles(asked))
+        return orders
+
+    far, near = orders_with(2.0), orders_with(1.01)
+    assert far.count(UpdateOrder.ACTIVE) == near.count(UpdateOrder.ACTIVE)
+    assert 0 < far.count(UpdateOrder.KEPT) < near.count(UpdateOrder.KEPT)
+    assert near.count(UpdateOrder.KEPT) < near.count(UpdateOrder.ACTIVE)
 
 
 def test_plan_whose_links_are_busy_all_the_time_is_tried_with_idle_ones() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config
 
 from tests.support.engine.activation_runs import MemoryStore, Run
 from tests.support.engine.architectures import ARCHITECTURES, make_batch, make_model
@@ -16,6 +16,7 @@ from windlass.engine.model.block_runner import BlockRunner
 from windlass.engine.model.partition import Partition, build_meta_model
 from windlass.planner.cost.activation_options import ActivationOption, by_benefit, ways_of_layer
 from windlass.planner.hardware.model_shape import ModelShape
+from windlass.planner.profiling.model_config import UnusableConfigError
 from windlass.planner.profiling.model_profiler import config_of_shape, profile_config
 from windlass.storage.ids import BlockIndex, Precision
 
@@ -159,3 +160,9 @@ def test_activation_options_use_the_computed_memory(name: str) -> None:
         need = activation_need(runner, [way.choice], [(2, 32), (2, 32)], 512)
         assert need.num_slots == 2 * way.num_slots, way
         assert need.nbytes == 2 * way.swapped_nbytes, way
+
+
+def test_model_that_is_no_causal_language_model_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UnusableConfigError, match="has no causal language model of type 't5'") as refused:
+        profile_config(T5Config(), Precision.BF16, num_examples=1, num_tokens=8)
+    assert len(str(refused.value)) < 200

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.simulator.cases import CASES, NUM_STEPS, DecidedNbytes, compare
 from tests.support.training import has_direct_io
 from windlass.actors.messages import SpanKind
+from windlass.engine.slices import slice_sizes
+from windlass.storage.ids import Precision
 
 _MOVES = {
     "swapped, the way out": {SpanKind.COPY_ACTIVATIONS_OUT, SpanKind.COPY_ACTIVATIONS_IN},
@@ -78,12 +80,29 @@ def test_gradients_in_pieces_move_the_same_bytes(
         case, placement=placement, num_ranks=num_ranks, lanes=lanes, num_microbatches=4, is_tied=is_tied, clip_norm=1.0
     )
     found = compare(case, folder, direct=has_direct_io(folder))
-    grads = {SpanKind.COPY_GRAD_OUT, SpanKind.COPY_PARTIAL_IN, SpanKind.COPY_PARTIAL_OUT}
-    real, simulated = (
-        {key: nbytes for key, nbytes in run.nbytes.items() if key[0] in grads} for run in (found.real, found.simulated)
-    )
+    real, simulated = (_of_grads(run.nbytes) for run in (found.real, found.simulated))
     assert simulated == real
     assert {block for kind, block, _ in real if kind is SpanKind.COPY_PARTIAL_IN} >= {1, 2, 3}
+
+
+@pytest.mark.parametrize(("num_microbatches", "group_size"), [(1, 1), pytest.param(4, 3, marks=pytest.mark.long)])
+def test_sums_over_slices_of_the_head_move_the_same_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_microbatches: int, group_size: int
+) -> None:
+    """They are in fp32, and their gradient leaves in 16 bits. A micro-batch has 192 tokens or 48."""
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 20)
+    case = CASES["in pieces"].hurried()
+    placement = replace(case.placement, group_size=group_size, streams_grads=True, streams_ends=True)
+    case = replace(case, placement=placement, num_microbatches=num_microbatches, precision=Precision.BF16)
+    found = compare(case, folder, direct=has_direct_io(folder))
+    real, simulated = (_of_grads(run.nbytes) for run in (found.real, found.simulated))
+    assert simulated == real
+    assert real[SpanKind.COPY_PARTIAL_IN, 4, 2] > real[SpanKind.COPY_GRAD_OUT, 4, 2] > 0
+
+
+def _of_grads(nbytes: DecidedNbytes) -> DecidedNbytes:
+    grads = {SpanKind.COPY_GRAD_OUT, SpanKind.COPY_PARTIAL_IN, SpanKind.COPY_PARTIAL_OUT}
+    return {key: each for key, each in nbytes.items() if key[0] in grads}
 
 
 def _without_races(nbytes: DecidedNbytes) -> DecidedNbytes:

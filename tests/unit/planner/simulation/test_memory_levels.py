@@ -21,7 +21,7 @@ from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.memory_plan.queue_depths import QueueDepths
 from windlass.planner.simulation.job import SimulatedJob
 from windlass.planner.simulation.resources import Log
-from windlass.storage.ids import BlockIndex
+from windlass.storage.ids import BlockIndex, Precision
 
 pytestmark = pytest.mark.usefixtures("small_activation_slots")
 
@@ -90,6 +90,11 @@ JOBS: dict[str, dict[str, Any]] = {
         "lanes": 2,
         "placement": replace(GRADS_IN_PIECES, group_size=2),
     },
+    "slices in pieces": {
+        "layout": IN_PIECES,
+        "placement": replace(GRADS_IN_PIECES, streams_ends=True, group_size=3),
+        "accumulation_precision": Precision.BF16,
+    },
     "in memory": {
         "layout": TIED,
         "placement": Placement(device_blocks=(0, 3), host_blocks=(1, 2), commit_every=2, group_size=2),
@@ -97,10 +102,18 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(*, clips: bool = False, lanes: int = 1, machine: Any = SLOW, **options: Any) -> Simulated:
+def made(
+    *,
+    clips: bool = False,
+    lanes: int = 1,
+    accumulation_precision: Precision = Precision.FP32,
+    machine: Any = SLOW,
+    **options: Any,
+) -> Simulated:
     training = {"num_microbatches": NUM_MICROBATCHES, "clip_norm": 1.0 if clips else None, "lanes": lanes}
+    training |= {"accumulation_precision": accumulation_precision}
     found = job(**{"compute_s": 0.1, **options}, machine=machine, training=training)
-    return replace(found, work=replace(found.work, held_nbytes=HELD, peak_nbytes=PEAKS))
+    return replace(found, work=replace(found.work, held_nbytes=HELD, peak_nbytes=PEAKS, head_slices=3))
 
 
 def levels_of(found: Simulated) -> dict[tuple[MemoryTier, str], Level]:
@@ -136,7 +149,7 @@ def allocated(context: JobContext) -> dict[tuple[MemoryTier, str], int]:
         (MemoryTier.HOST, "states"): plan.host_states.nbytes,
         (MemoryTier.HOST, "states in transit"): plan.transit.nbytes,
         (MemoryTier.HOST, "partial gradients"): sum(
-            pool.nbytes for pool in (plan.partial_grads, plan.open_lanes, plan.lane_sums)
+            pool.nbytes for pool in (plan.partial_grads, plan.open_lanes, plan.running_sums)
         ),
         (MemoryTier.HOST, "activations"): plan.num_host_activations * SLOT,
         (MemoryTier.HOST, "activations to and from the SSDs"): plan.num_staged_activations * SLOT,
@@ -167,6 +180,7 @@ def _grads_nbytes(context: JobContext, numels: list[int], bounds: dict[BlockInde
         itemsize=grad_itemsize(context.spec),
         summed_in_fp32=(),
         is_summed=True,
+        fp32_in_pieces=context.plan.fp32_in_pieces,
         has_lanes=context.spec.training.lanes > 1,
         chunk_numel=context.layout.chunk_numel,
     )

@@ -18,6 +18,7 @@ from windlass.planner.question.profiles import Profiles
 from windlass.planner.question.question import PlanQuestion
 from windlass.planner.simulation import planned_job
 from windlass.planner.simulation.planned_job import simulate_planned
+from windlass.planner.simulation.resources import Work
 from windlass.planner.solver.placement_search import solve_job
 from windlass.planner.solver.planned_job import Limits
 from windlass.planner.solver.solution import Solution, solution_of
@@ -164,6 +165,16 @@ def test_in_larger_slots_tensors_of_a_layer_are_alike(monkeypatch: pytest.Monkey
         assert len(tensors) == len(usual[block])
         assert len(set(tensors)) == 1
         assert sum(tensors) == pytest.approx(sum(usual[block]), abs=len(tensors))
+    # A layer whose choice names small tensors only swaps nothing.
+    work_of = planned_job.work_of
+    monkeypatch.setattr(planned_job, "work_of", lambda solution: with_nothing_swapped(work_of(solution), block=1))
+    box = planned_job.box_of_plan(solution, layout, num_cores=2, merges_ssds=False)
+    assert not box.work.swapped_nbytes[1]
+    assert planned_job.simulated_step_s_of_boxes([box]) > 0
+
+
+def with_nothing_swapped(work: Work, *, block: int) -> Work:
+    return replace(work, swapped_nbytes={**work.swapped_nbytes, block: ()})
 
 
 @pytest.mark.long

@@ -223,17 +223,22 @@ def test_choices_have_a_box_of_the_first_kind_and_the_fastest_come_first() -> No
     assert sorted(named) == ["head+fast", "head+slow", "headhead"]
 
 
-def planned_for(*, order: str = "kept", spilled: tuple[int, ...] = (), resting: tuple[int, ...] = ()) -> BoxPlan:
+def planned_for(
+    *, order: str = "kept", spilled: tuple[int, ...] = (), resting: tuple[int, ...] = (), cut: int | None = None
+) -> BoxPlan:
     plan = SimpleNamespace(spilled_blocks=spilled, host_blocks=(), device_blocks=resting)
-    solution = SimpleNamespace(plan=plan, costs=SimpleNamespace(job=SimpleNamespace(update_order=order)))
+    job = SimpleNamespace(update_order=order, cut=cut)
+    solution = SimpleNamespace(plan=plan, costs=SimpleNamespace(job=job, spills=bool(spilled)))
     return BoxPlan(solution=cast("Any", solution), times=cast("Any", None))
 
 
-def test_plans_with_other_orders_or_other_reasons_to_commit_do_not_agree() -> None:
+def test_plans_with_other_orders_cuts_or_reasons_to_commit_do_not_agree() -> None:
     assert agree([planned_for(), planned_for()])
     assert agree([planned_for(spilled=(1,)), planned_for(spilled=(2,))])
     assert agree([planned_for(resting=(1,)), planned_for()])
     assert not agree([planned_for(), planned_for(order="active")])
+    assert agree([planned_for(cut=2**24), planned_for(cut=2**24)])
+    assert not agree([planned_for(cut=2**24), planned_for()])
     assert not agree([planned_for(spilled=(1,)), planned_for(resting=(2,))])
 
 

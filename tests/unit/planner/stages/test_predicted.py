@@ -87,6 +87,7 @@ def fake(name: str, alone_s: float = 8.9, step_s: float = 8.9) -> SimpleNamespac
     plans = [SimpleNamespace(name=name, times=SimpleNamespace(alone_s=each)) for each in (1.0, alone_s)]
     plan = SimpleNamespace(name=name, plans=plans, step_s=step_s, boxes="two", near=(), other_rounds=())
     plan.with_own_blocks = lambda: plan
+    plan.find_other_cut = lambda below_s: None
     return plan
 
 
@@ -133,11 +134,12 @@ def test_plans_with_other_rounds_are_tried_while_the_fastest_one_waits(
     assert names == list(simulated_s)[:num_simulated]
 
 
-@pytest.mark.parametrize("name", ["other_place", "more_gradients", "idle", "more idle"])
+@pytest.mark.parametrize("name", ["other_cut", "other_place", "more_gradients", "idle", "more idle"])
 def test_plan_of_the_same_kind_that_waits_less_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    names = ["best", "other_place", "more_gradients", "idle", "more idle"]
+    names = ["best", "other_cut", "other_place", "more_gradients", "idle", "more idle"]
     plan = with_near(monkeypatch, {each: 10.0 if each == name else 11.0 for each in names})
     plan.near = ()
+    plan.find_other_cut = lambda below_s: fake("other_cut") if below_s == 11.0 else None
     for changed in ("other_place", "more_gradients"):
         monkeypatch.setattr(predicted, f"with_{changed}", lambda _, changed=changed: fake(changed))
     monkeypatch.setattr(predicted, "with_ssds_that_idle", lambda _: map(fake, ("idle", "more idle")))

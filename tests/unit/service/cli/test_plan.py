@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +17,7 @@ from windlass.planner.answers import what_if
 from windlass.planner.hardware.hardware import example_machines
 from windlass.planner.planning.simulated_search import Watcher
 from windlass.planner.question.choice_words import CHOICES_IN_WORDS
+from windlass.planner.question.report import WhatIf
 from windlass.service.api.schemas.plans import CreatePlan
 from windlass.service.cli.plan.command import EXIT_DOES_NOT_FIT, _telling, plan
 from windlass.service.cli.plan.inputs import config_of, hardware_of, is_id, shape_name
@@ -137,7 +139,8 @@ def test_progress_of_what_if_is_shown_on_a_terminal(
         if measures:
             watcher.see_measurement("blocks", 0, 2)
         else:
-            tell(3, 6)
+            row = WhatIf(key="ram", change="more RAM", feasible=True, step_s=1.0, tokens_per_s=1.0, gain=0.5)
+            tell(replace(planned, report=replace(planned.report, what_if=(row,))), 6)
         return planned
 
     monkeypatch.setattr(what_if, "with_what_if", with_what_if)
@@ -146,7 +149,9 @@ def test_progress_of_what_if_is_shown_on_a_terminal(
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     result = run("--model", str(shape), "--hardware", "rtx4090", *JOB, "--num-microbatches", "1", "--what-if")
-    assert (("measuring blocks" if measures else "planning with one thing changed") in result.stderr) is is_terminal
+    assert (
+        ("measuring blocks" if measures else "changed; most so far: more RAM, +50%") in result.stderr
+    ) is is_terminal
     assert result.stdout.startswith("step ")
 
 
@@ -403,10 +408,10 @@ NOT_THERE = [
     (("--model", "nothing-here", "--hardware", "rtx4090-server"), "there is no model nothing-here, neither"),
     (("--model", "llama-3.1-71b", "--hardware", "rtx4090-server"), "did you mean llama-3.1-70b"),
     (("--model", "mistralai/Mistral-7B-v0.1", "--hardware", "rtx4090-server"), "did you mean mistral-7b"),
-    (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: "),
+    (("--model", "../etc", "--hardware", "rtx4090-server"), "--model: there is no folder ../etc with a config.json"),
     (("--model", "{shape}", "--hardware", "no-such-machine"), "no machine is named no-such-machine; there are"),
     (("--model", "{shape}", "--hardware", "rtx4080"), "did you mean rtx4090"),
-    (("--model", "gemma-2-9b", "--hardware", "rtx4090"), "are known; they are gpt2, gpt2-large, "),
+    (("--model", "gemma-2-9b", "--hardware", "rtx4090"), "are known; they are gpt2, gpt2-medium, "),
     (("--model", "meta-lama/Llama-3.1-8B", "--hardware", "rtx4090"), "did you mean meta-llama/Llama-3.1-8B? Else"),
     (("--model", "{shape}"), "windlass doctor"),
     (("--model", "/nofile.yaml", "--hardware", "rtx4090"), "error: --model: there is no file /nofile.yaml"),
@@ -486,11 +491,16 @@ def test_bad_input_gets_one_line(arguments: tuple[str, ...], words: str, code: i
     assert len(result.output.strip().splitlines()) == 1
 
 
-def test_a_bad_shape_is_told_with_file_key_and_value(shape: Path, home: Path) -> None:
-    shape.write_text(SHAPE.replace("num_heads: 4", "num_heads: -3"))
+def test_bad_files_are_told_with_option_file_key_and_value(shape: Path, home: Path) -> None:
+    shape.write_text(SHAPE.replace("num_heads: 4", "num_heads: -3\nheads: 4"))
     result = run("--model", str(shape), "--hardware", "rtx4090-server", *JOB)
     assert result.exit_code == 1
-    assert f"{shape}: num_heads: -3" in result.output
+    first, second = result.output.splitlines()
+    assert first.startswith(f"error: --model: {shape}: num_heads: -3")
+    assert second.startswith(f"--model: {shape}: heads: is not a key here; did you mean num_heads?")
+    result = run("--model", "gpt2", "--hardware", str(shape), *JOB)
+    assert result.exit_code == 1
+    assert f"error: --hardware: {shape}: gpus: is missing\n--hardware: {shape}: " in result.output
 
 
 @pytest.mark.long

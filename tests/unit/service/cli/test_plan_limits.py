@@ -36,6 +36,14 @@ def test_number_that_is_found_has_its_unit(
     assert capsys.readouterr().out == told
 
 
+def test_longest_context_is_no_longer_than_the_model_takes(home: Path) -> None:
+    result = run("--model", "gpt2", "--hardware", "rtx4090", *JOB, "--find", "longest-context")
+    assert result.exit_code == 0, result.output
+    told = "longest-context: 1024 tokens, as many as the model takes (0.124 billion parameters)"
+    assert result.output.splitlines()[0] == told
+    assert "--set sequence_length=1024" in result.output
+
+
 @pytest.mark.parametrize(("option", "number"), [("--lanes", 2), ("--gpus", 3)])
 def test_largest_batch_is_searched_from_any_batch(
     shape: Path, home: Path, monkeypatch: pytest.MonkeyPatch, option: str, number: int

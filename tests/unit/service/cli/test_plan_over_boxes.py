@@ -45,13 +45,17 @@ def test_plans_over_boxes_are_told_in_words(shape: str) -> None:
 
 
 def test_plans_over_boxes_are_told_as_json(shape: str) -> None:
-    result = run(shape, *SERVER, "--boxes", "2", "--network", "10", "--json")
-    plans = json.loads(result.output)["plans"]
+    result = run(shape, *SERVER, "--boxes", "2", "--network", "0.01", "--json")
+    found = json.loads(result.output)
+    plans = found["plans"]
     assert sorted(len(each["boxes"]) for each in plans) == [1, 2]
     assert plans[0]["step_s"] <= plans[1]["step_s"]
     two = next(each for each in plans if len(each["boxes"]) == 2)
-    assert two["network_s"] == pytest.approx(two["network_gb_per_step"] / 1.25)
+    assert two["network_s"] == pytest.approx(two["network_gb_per_step"] / 1.25e-3)
     assert two["boxes"][-1]["last_block"] == 5
+    assert two is plans[1], "so slow a network takes longer than what a second box brings"
+    slower = "slower with more boxes: 2 rtx4090-server than 1 rtx4090-server: submit the job over fewer"
+    assert slower in found["notes"]
 
 
 @pytest.mark.long

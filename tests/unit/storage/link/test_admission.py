@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storage.link_counts import count_links
 from tests.support.storage.links import QUICK, WAIT_S, Authority, Note, identity, key, linked, quick
 from tests.support.storage.open_sockets import no_socket_is_dropped
 from windlass.storage.ids import BoxName
@@ -45,13 +46,16 @@ PIECE_NBYTES = ONE_STREAM.piece_nbytes
         ({"attempt": 2}, "its attempt is 2, here it is 1"),
     ],
 )
-def test_box_of_another_attempt_is_refused(tmp_path: Path, changes: dict[str, int], text: str) -> None:
+def test_box_of_another_attempt_is_refused(
+    tmp_path: Path, changes: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_links(monkeypatch)
     with linked(tmp_path, settings=PATIENCE, left=identity("left", **changes)) as ends:  # type: ignore[arg-type]
         pull = ends["left"].pull(key(0), memoryview(bytearray(8)), source=RIGHT)
         ends["right"].offer(key(0), memoryview(bytes(8)), {LEFT})
         with pytest.raises(PeerLost, match=f"was silent.*{text}.*: activation of step 1"):
             pull.result(WAIT_S)
-        assert ends["right"].traffic()[LEFT].num_connections == 0
+        assert counts.num_connections[LEFT] == 0
 
 
 class Intruder:

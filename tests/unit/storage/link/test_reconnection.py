@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.storage.cutting_relay import CuttingRelay
+from tests.support.storage.link_counts import count_links
 from tests.support.storage.links import WAIT_S, Note, key, linked, quick
 from windlass.storage.ids import BoxName
 from windlass.storage.link import PeerClosed, PeerLost, Protection, PullOverdue
@@ -45,8 +46,9 @@ def relays() -> Iterator[Relays]:
 @pytest.mark.parametrize("protection", list(Protection))
 @pytest.mark.parametrize("nbytes", [1, 5_000, 77_777])
 def test_transfer_that_is_cut_in_mid_frame_goes_on(
-    tmp_path: Path, relays: Relays, protection: Protection, nbytes: int
+    tmp_path: Path, relays: Relays, protection: Protection, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counts = count_links(monkeypatch)
     content, answer = os.urandom(300_000), os.urandom(300_000)
     slot, answer_slot = bytearray(300_000), bytearray(300_000)
     with linked(tmp_path, settings=quick(protection=protection), via=relays.via) as ends:
@@ -64,7 +66,7 @@ def test_transfer_that_is_cut_in_mid_frame_goes_on(
         for future in (*pulls, *offers):
             future.result(WAIT_S)
         assert relays.used.num_cuts == 1
-        assert ends["left"].traffic()[RIGHT].num_connections == 2
+        assert counts.num_connections[RIGHT] == 2
     assert slot == content
     assert answer_slot == answer
 

@@ -40,6 +40,7 @@ from windlass.actors.worker_policy.stages import Stage
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.memory_plan.activation_policy import ActivationChoice
 from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.slices import slice_sizes
 from windlass.storage.ids import ActorName, Attempt, Precision, StatePrecision
 
 # Groups of four, two and one micro-batches: one, two and four groups. Every precision occurs.
@@ -198,6 +199,31 @@ def test_boxes_have_gradients_in_pieces_of_several_lanes(
         num_cached_params=0, streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=streams_ends
     )
     run(tmp_path / "several", STAGES[division], 2, num_ranks=ranks, **changes).assert_equals(one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("division", "ranks", "group_size", "num_microbatches"),
+    [("4-1", 1, 1, 4), ("2-3", (2, 2), 2, 4), ("2-3", 1, 1, 1)],
+)
+@pytest.mark.usefixtures("small_activation_slots")
+def test_the_box_of_the_head_rounds_its_sums_over_slices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    division: str,
+    ranks: int | tuple[int, ...],
+    group_size: int,
+    num_microbatches: int,
+) -> None:
+    """Gradients leave in 16 bits. The head may be without layers, and passes sums to the next group in fp32."""
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 16)
+    changes: dict[str, Any] = {"precision": Precision.BF16, "accumulation_precision": Precision.BF16, "clip_norm": 0.5}
+    changes |= {"num_microbatches": num_microbatches, "placement": Placement(num_cached_params=0)}
+    one = run(tmp_path / "one", **changes)
+    changes["placement"] = Placement(
+        num_cached_params=0, streamed_blocks=(1, 2, 3), streams_grads=True, streams_ends=True
+    )
+    run(tmp_path / "several", STAGES[division], group_size, num_ranks=ranks, **changes).assert_equals(one)
 
 
 @pytest.mark.long

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.actors.whole_jobs import Run
+from tests.support.cut_off import cut_off_at_gradient, run_attempt
 from tests.support.training import has_direct_io, make_partition
 from tests.unit.actors.parity.pieces.test_local_pieces import LAYERS, planned_buffers, spec_of, train
 from windlass.actors.gpu_worker import worker as gpu_worker
 from windlass.actors.job.spec import JobSpec
-from windlass.actors.messages import Message, SpanKind, SpansReported
+from windlass.actors.messages import Message, SpanKind, SpansReported, UpdateStep
 from windlass.actors.runtime.local_runner import run_local
 from windlass.engine.data.dataset import PreparedDataset
 from windlass.engine.device.buffer_pool import BufferClass
 from windlass.engine.memory_plan.activation_policy import RECOMPUTE_ALL, ActivationChoice
-from windlass.engine.memory_plan.plan import Placement, PlanError
+from windlass.engine.memory_plan.plan import Placement
 from windlass.engine.model.gradient_check import check_architecture
 from windlass.engine.model.layout import UnsupportedArchitectureError
 from windlass.engine.slices import slice_sizes
@@ -172,14 +174,98 @@ def test_embedding_and_head_of_several_lanes_and_gpus_have_the_bits_of_whole_one
     )
 
 
+# Jobs whose gradients leave in 16 bits, while the sum over slices of a micro-batch is in fp32.
+ROUNDED: dict[str, dict[str, Any]] = {
+    "states on the SSDs": {"precision": Precision.BF16, "placement": Placement(num_cached_params=0)},
+    "clipped, states in memory": {
+        "precision": Precision.FP16,
+        "clip_norm": 0.5,
+        "placement": Placement(host_blocks=(0, 1, 2, 3, 4), commit_every=2),
+    },
+    "clipped, spilled gradients": {
+        "precision": Precision.BF16,
+        "clip_norm": 0.5,
+        "placement": Placement(num_host_grad_blocks=0, num_cached_params=0),
+    },
+    # The fifth step, the last of an epoch, has two micro-batches of four.
+    "groups": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "accumulation_precision": Precision.BF16,
+        "clip_norm": 0.5,
+        "placement": Placement(group_size=3),
+    },
+    "groups of three GPUs": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "accumulation_precision": Precision.BF16,
+        "num_ranks": 3,
+        "placement": Placement(group_size=1),
+    },
+    "two GPUs that pass sums at once": {
+        "precision": Precision.BF16,
+        "num_microbatches": 4,
+        "accumulation_precision": Precision.BF16,
+        "num_ranks": 2,
+        "placement": Placement(group_size=2),
+    },
+}
+QUICK_ROUNDED = (("states on the SSDs", CUT), ("clipped, states in memory", None))
+
+
+@pytest.mark.short("states on the SSDs-1800")
 @pytest.mark.usefixtures("sliced_head")
-def test_sums_of_slices_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
-    """Gradients leave in 16 bits, and a micro-batch has several slices, whose sum is in fp32."""
-    placement = Placement(streams_grads=True, streams_ends=True)
-    spec = spec_of(tmp_path / "pieces", LAYERS, precision=Precision.BF16, placement=placement)
-    with pytest.raises(PlanError, match=r"the head \(block 4\) goes .* in several slices: .* leave streams_ends out"):
-        train(spec)
-    trained_in_both_ways(tmp_path, streams_grads=(False,), precision=Precision.BF16, total_steps=2, evaluate_every=None)
+@pytest.mark.parametrize(
+    ("name", "cut_matrices"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_ROUNDED else [pytest.mark.long])
+        for case in product(ROUNDED, (None, CUT))
+    ],
+)
+def test_sums_over_slices_that_leave_in_16_bits_are_rounded_once(
+    tmp_path: Path, name: str, cut_matrices: int | None
+) -> None:
+    steps = {"total_steps": 6 if "groups" in name or "GPUs" in name else 3, "evaluate_every": None}
+    trained_in_both_ways(tmp_path, streams_grads=(True,), cut_matrices=cut_matrices, **steps | ROUNDED[name])
+
+
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_steps_of_one_slice_and_of_several_have_the_bits_of_whole_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_microbatches: int
+) -> None:
+    """A sum over one slice is in 16 bits: with several micro-batches it is rounded after each."""
+    monkeypatch.setattr(slice_sizes, "MAX_SLICE_TOKENS", 24)
+    job: dict[str, Any] = {
+        "precision": Precision.BF16,
+        "accumulation_precision": Precision.BF16,
+        "evaluate_every": None,
+    }
+    job |= {"batch_size": num_microbatches, "num_microbatches": num_microbatches, "total_steps": 6}
+    trained_in_both_ways(tmp_path, streams_grads=(True,), cut_matrices=CUT, **job)
+    spec = spec_of(tmp_path / "facts", LAYERS, **job)
+    dataset = PreparedDataset.open(spec.dataset_dir, "train")
+    batches = [dataset.batch(step, num_microbatches, num_microbatches, spec.training.seed) for step in range(1, 7)]
+    assert {batch[0].input_ids.numel() > 24 for batch in batches} == {False, True}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("sliced_head")
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_attempts_with_sums_in_pieces_go_on_after_whole_ones_and_the_other_way_round(
+    tmp_path: Path, precision: Precision
+) -> None:
+    job: dict[str, Any] = {"precision": precision, "clip_norm": 0.5, "total_steps": 6, "cut_matrices": CUT}
+    whole = train(spec_of(tmp_path / "whole", (), **job))
+    spec = spec_of(tmp_path / "cut", LAYERS, **job, placement=Placement(streams_grads=True, streams_ends=True))
+    plain = replace(spec, placement=Placement())
+    assert run_attempt(spec, 1, (UpdateStep, 2)) is None
+    assert run_attempt(plain, 2, (UpdateStep, 3)) is None
+    with cut_off_at_gradient(5, HEAD):
+        assert run_attempt(spec, 3) is None
+    assert run_attempt(spec, 4) is not None
+    found = Run.of(spec)
+    assert all(torch.equal(param, whole.params[name]) for name, param in found.params.items())
+    assert found.losses[-1] == whole.losses[-1]
 
 
 def copied_of_ends(spec: JobSpec) -> Counter[tuple[int, SpanKind]]:

@@ -392,9 +392,9 @@ def test_lanes_in_pieces_take_slots_for_one_operation_of_each_gpu_worker(
 ) -> None:
     placement = Placement(group_size=group_size, streamed_blocks=(1, 2, 3, 4), streams_grads=True)
     found = plan(num_microbatches=4, num_lanes=num_lanes, num_ranks=num_ranks, placement=placement)
-    assert found.lane_sums.num_slots == num_slots
-    assert found.lane_sums.offset == found.open_lanes.offset + found.open_lanes.nbytes
-    assert found.activations.offset == found.lane_sums.offset + num_ranks * num_slots * 4 * CHUNK
+    assert found.running_sums.num_slots == num_slots
+    assert found.running_sums.offset == found.open_lanes.offset + found.open_lanes.nbytes
+    assert found.activations.offset == found.running_sums.offset + num_ranks * num_slots * 4 * CHUNK
     assert found.grad_overlaid_blocks == (0, 5)
     whole = plan(
         num_microbatches=4,
@@ -402,7 +402,7 @@ def test_lanes_in_pieces_take_slots_for_one_operation_of_each_gpu_worker(
         num_ranks=num_ranks,
         placement=replace(placement, streams_grads=False),
     )
-    assert whole.lane_sums.num_slots == 0
+    assert whole.running_sums.num_slots == 0
     # Sums that pass at once: those of two layers, or of the head and a layer that begins while the head's are read.
     num_passed = whole.partial_grads.num_slots, found.partial_grads.num_slots
     if num_lanes == 1:
@@ -429,11 +429,35 @@ def test_streamed_ends_have_slots_for_params_and_for_lanes_as_layers_have() -> N
     assert resident.streamed_blocks == (1, 2, 3, 4, 5)
     # The head has slices, so a lane's sum may wait between them. Longer lanes of all blocks wait between micro-batches.
     options: dict[str, Any] = {"num_microbatches": 4, "placement": ends}
-    assert plan(**options, num_lanes=1).lane_sums.num_slots == 0
-    assert plan(**options, num_lanes=2).lane_sums.num_slots == 4
-    assert plan(**options, num_lanes=4).lane_sums.num_slots == 4
+    assert plan(**options, num_lanes=1).running_sums.num_slots == 0
+    assert plan(**options, num_lanes=2).running_sums.num_slots == 4
+    assert plan(**options, num_lanes=4).running_sums.num_slots == 4
     no_head = replace(ends, device_blocks=(5,))
-    assert plan(**options | {"placement": no_head}, num_lanes=4).lane_sums.num_slots == 0
+    assert plan(**options | {"placement": no_head}, num_lanes=4).running_sums.num_slots == 0
+
+
+def test_the_sum_over_slices_of_a_streamed_head_has_slots_where_its_gradient_is_rounded() -> None:
+    placement = Placement(streamed_blocks=(1, 2), streams_grads=True, streams_ends=True, num_cached_params=0)
+    options: dict[str, Any] = {"placement": placement, "grad_itemsize": 2, "is_sliced": True}
+    found = plan(**options)
+    assert (found.fp32_in_pieces, found.running_sums.num_slots) == ((5,), SIZE.num_chunks(5))
+    assert found.running_sums.slot_nbytes == 4 * CHUNK
+    several = plan(**options, num_microbatches=4, num_ranks=2)
+    assert several.arena_nbytes - plan(
+        **options | {"is_sliced": False}, num_microbatches=4, num_ranks=2
+    ).arena_nbytes == (2 * found.running_sums.nbytes)
+    others: list[dict[str, Any]] = [
+        {"grad_itemsize": 4},
+        {"is_sliced": False},
+        {"placement": replace(placement, streams_ends=False)},
+        {"placement": replace(placement, streams_grads=False)},
+        {"placement": replace(placement, device_blocks=(5,))},
+    ]
+    for change in others:
+        other = plan(**options | change)
+        assert (other.fp32_in_pieces, other.running_sums.num_slots) == ((), 0), change
+    tied = plan(TIED, **options)
+    assert (tied.fp32_in_pieces, tied.running_sums.num_slots) == (tied.tied_in_pieces, 0), "it has slots of its own"
 
 
 def test_a_tied_embedding_is_streamed_and_its_sums_have_slots() -> None:

@@ -30,6 +30,8 @@ def test_lists_the_shapes_that_plans_know(client: TestClient) -> None:
     assert llama["description"] == "8.03 billion parameters, 32 layers of 4096"
     assert llama["shape"]["num_kv_heads"] == 8
     assert shapes["ratel-13b"]["max_sequence_length"] is None
+    sizes = [each["num_params"] for name, each in shapes.items() if name.startswith("ratel-")]
+    assert sizes == sorted(sizes)
 
 
 def test_this_machine_comes_first_once_it_was_measured(client: TestClient, settings: Settings) -> None:

@@ -50,14 +50,37 @@ def test_an_estimate_comes_before_the_plan(planning: TestClient) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     described = planning.get("/openapi.json").json()["paths"]["/v1/fine_tuning/plans"]["post"]["responses"]["200"]
     assert described["content"].keys() == {"application/json", "text/event-stream"}
-    (first, estimate), (last, plan) = events_of(answer.text)
+    (first, estimate), *others, (last, plan) = events_of(answer.text)
     assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
+    for kind, early in others:  # it may be read too late
+        assert kind == "fine_tuning.plan.without_advice"
+        advice = {key: plan[key] for key in ("reasons", "least_gpu_gib", "least_gpu_reason")}
+        assert {**early, **advice} == plan
     assert estimate["estimated"]
     assert not estimate["to_be_measured"]
     assert "estimated" not in plan
     assert estimate["feasible"]
     assert 0 < estimate["step_s"] <= plan["step_s"]
     assert plan == planning.post("/v1/fine_tuning/plans", json=BODY).json()
+
+
+@pytest.mark.long
+def test_rows_of_changes_come_one_after_the_other(planning: TestClient) -> None:
+    answer = planning.post("/v1/fine_tuning/plans", json={**BODY, "stream": True, "what_if": True})
+    (first, _), *others, (last, plan) = events_of(answer.text)
+    assert (first, last) == ("fine_tuning.plan.estimate", "fine_tuning.plan")
+    kinds = [kind for kind, _ in others]
+    assert kinds == sorted(kinds, key=("fine_tuning.plan.without_advice", "fine_tuning.plan.changes").index)
+    changes = [data for kind, data in others if kind == "fine_tuning.plan.changes"]
+    num_rows, num_left = zip(*((len(each["what_if"]), each["num_changes_left"]) for each in changes), strict=True)
+    assert list(num_rows) == sorted(set(num_rows))
+    assert {rows + left for rows, left in zip(num_rows, num_left, strict=True)} == {len(plan["what_if"])}
+    assert "num_changes_left" not in plan
+    rest = {"what_if", "num_changes_left"}
+    for each in changes:
+        assert {key: value for key, value in each.items() if key not in rest} == {
+            key: value for key, value in plan.items() if key not in rest
+        }
 
 
 def test_what_cannot_be_planned_is_refused_before_the_stream_or_in_it(
