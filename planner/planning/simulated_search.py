@@ -213,7 +213,7 @@ def _fastest_like(first: tuple[Solution, float], found: Found, simulations: _Sim
         spills = best.spills if best.job.update_order is order else fastest.costs.spills
         rivals = found.of_kind(lambda costs: costs.job.update_order is order and costs.spills is not spills, step_s)
         fastest, step_s = _faster_of((fastest, step_s), rivals, simulations, (1 + _FAR) * step_s)
-    if question.chooses_cut and step_s > (1 + _FAR_FOR_CUTS) * fastest.step_s and _lacks_room_for_layers(fastest):
+    if question.chooses_cut and step_s > (1 + _FAR_FOR_CUTS) * fastest.step_s and fastest.costs.lacks_room_for_layers:
         # What comes and goes in parts waits less than whole layers, of which there is room for few.
         is_cut = fastest.costs.job.cut is not None
         rivals = found.of_kind(lambda costs: (costs.job.cut is None) is is_cut, step_s)
@@ -364,11 +364,6 @@ def _fitting(solution: Solution, comparison: _Comparison) -> Solution | None:
     question, profiles = comparison.simulations.question, comparison.simulations.profiles
     kind = replace(solution.kind, limits=question.limits)
     return solve_kind_exactly(question, kind, profiles, below_s=comparison.step_s)
-
-
-def _lacks_room_for_layers(solution: Solution) -> bool:
-    """Returns whether a device has room for parts of layers only, or for one buffer of gradients."""
-    return solution.costs.streams or solution.costs.num_grad_buffers == 1
 
 
 def _num_microbatches(solution: Solution) -> int:

@@ -201,6 +201,11 @@ class PlanChoices:
         return tuple(block for block in (0, len(self.job.model.layers) + 1) if self.job.model.is_own(block))
 
     @property
+    def lacks_room_for_layers(self) -> bool:
+        """True if the device has room for parts of layers only, or for one buffer of gradients."""
+        return self.streams or self.num_grad_buffers == 1
+
+    @property
     def may_stream_ends(self) -> bool:
         """True if embedding and head can come in pieces, and their gradients leave in pieces, as those of layers do."""
         job = self.job

@@ -272,7 +272,7 @@ def _with_other_cut(best: PlannedStages, chosen: Choice, below_s: float, *, lead
     """
     costs = [plan.solution.costs for plan in best.plans]
     is_cut = costs[0].job.cut is not None
-    if not is_cut and not any(each.streams or each.num_grad_buffers == 1 for each in costs):
+    if not is_cut and not any(each.lacks_room_for_layers for each in costs):
         return None
     return _best_of_cut(None if is_cut else chosen[0][0].cuts[-1], best, chosen, leads=leads, below=below_s)
 
